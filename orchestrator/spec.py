@@ -1,0 +1,244 @@
+"""What a user deploys: the typed form of `deployment.yaml`.
+
+Everything that can be judged from the file alone is refused here; what needs the model's files or
+the nodes is judged by `plan`. Light on purpose: neither Ray nor torch nor SGLang is imported.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from overstory.orchestrator.engine_args import check_engine_args
+from overstory.orchestrator.spec_errors import SpecError, from_validation_error
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+MAX_TREE_NODES = 63
+"""Most nodes a tree may have: with its root, 64 rows of one verify forward."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class TreeSpec(_Section):
+    """How far to draft ahead."""
+
+    budget: int = Field(default=31, ge=0, le=MAX_TREE_NODES)
+    """Draft nodes per request and step: 0 decodes plainly, the drafter's block size - 1 drafts a
+    chain, any other number a best-first tree of that many nodes. It is also the most that a tree
+    policy set later may use."""
+
+    spine_first: bool = False
+    """Keep the drafter's single most likely chain whole and spend the rest of the budget on
+    branches, instead of taking nodes purely by path probability."""
+
+
+class ResourceSpec(_Section):
+    """What each rank of a replica gets."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where ranks compute."""
+
+    cpus_per_rank: float = Field(default=1.0, gt=0, le=1024)
+    """Ray CPUs that a rank reserves; on `cpu` also its number of compute threads (rounded down, at
+    least one)."""
+
+    gpus_per_rank: float | None = Field(default=None, gt=0, le=1)
+    """Ray GPUs that a rank reserves, a whole one or a fraction. Unset: 1 on `cuda`, 0 on `cpu`."""
+
+    @model_validator(mode="after")
+    def _no_gpu_share_on_cpu(self) -> "ResourceSpec":
+        if self.device == "cpu" and self.gpus_per_rank is not None:
+            raise ValueError(
+                "gpus_per_rank is set but device is cpu; set device: cuda or remove gpus_per_rank"
+            )
+        return self
+
+    @property
+    def gpus(self) -> float:
+        """GPUs per rank with the default filled in."""
+        if self.device == "cpu":
+            return 0.0
+        return 1.0 if self.gpus_per_rank is None else self.gpus_per_rank
+
+    @property
+    def threads(self) -> int:
+        """Compute threads of a rank."""
+        return max(1, int(self.cpus_per_rank))
+
+
+class GatewaySpec(_Section):
+    """The HTTP endpoint."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; `0.0.0.0` for all interfaces."""
+
+    port: int = Field(default=8000, ge=1, le=65535)
+    """TCP port of the endpoint."""
+
+    max_concurrent_requests: int = Field(default=64, ge=1)
+    """Requests in the engine at a time, per replica; the rest wait."""
+
+    max_queued_requests: int = Field(default=64, ge=0)
+    """Requests that may wait; one more is answered 429 with Retry-After."""
+
+    max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
+    """Largest request body; a larger one is answered 413."""
+
+    request_timeout_s: float = Field(default=600.0, gt=0)
+    """Longest a request may take, waiting included, in seconds; then it is aborted (504)."""
+
+
+class ControlSpec(_Section):
+    """Step leases: how the controller steers the ranks."""
+
+    lease_steps: int = Field(default=64, ge=1, le=1_000_000)
+    """Steps that one lease permits."""
+
+    lease_timeout_s: float = Field(default=5.0, gt=0)
+    """Seconds that rank 0 waits for a late lease; then ranks run free under the last policy."""
+
+
+class DeploymentSpec(_Section):
+    """One model, one drafter, some replicas, a tree policy."""
+
+    name: str = "overstory"
+    """Name of the deployment: of its Serve application, controller and placement groups."""
+
+    model: str = Field(min_length=1)
+    """Target model: a built-in name (`overstory-tiny`) or a folder in Hugging Face format, present
+    on every node. A path starting with `.` is relative to the deployment file."""
+
+    drafter: str | None = None
+    """DFlash drafter of the model: a built-in name (`overstory-tiny-drafter`) or a folder, as for
+    `model`. Unset: plain decoding, and `tree.budget` must be 0."""
+
+    served_model_name: str = ""
+    """Name that clients ask for. Unset: the last part of `model`."""
+
+    replicas: int = Field(default=1, ge=1, le=1024)
+    """Whole copies of the model."""
+
+    tree: TreeSpec = TreeSpec()
+    resources: ResourceSpec = ResourceSpec()
+
+    engine: dict[str, Any] = {}
+    """SGLang server arguments by SGLang's names (`tp_size`, `context_length`,
+    `mem_fraction_static`, ...). What Overstory sets itself is refused."""
+
+    gateway: GatewaySpec = GatewaySpec()
+    control: ControlSpec = ControlSpec()
+
+    @field_validator("name")
+    @classmethod
+    def _plain_name(cls, value: str) -> str:
+        if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?", value):
+            raise ValueError(
+                "wanted 1 to 40 lower-case letters, digits and inner dashes (it names Ray actors)"
+            )
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive_served_name(cls, data: Any) -> Any:
+        model = data.get("model") if isinstance(data, dict) else None
+        if isinstance(model, str) and not data.get("served_model_name"):
+            return {**data, "served_model_name": model.rstrip("/").rsplit("/", 1)[-1]}
+        return data
+
+    @field_validator("engine")
+    @classmethod
+    def _check_engine(cls, given: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        resources = info.data.get("resources")
+        return check_engine_args(given, resources.device if resources else "cpu")
+
+    @model_validator(mode="after")
+    def _check_drafter(self) -> "DeploymentSpec":
+        if self.drafter is None and self.tree.budget > 0:
+            raise ValueError(
+                f"drafter is missing but tree.budget is {self.tree.budget}; "
+                "name a drafter or set tree.budget: 0"
+            )
+        return self
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks of one replica."""
+        return self.engine.get("tp_size", 1)
+
+
+def _deep_set(document: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, last = dotted.split(".")
+    for depth, key in enumerate(parents):
+        child = document.setdefault(key, {})
+        if not isinstance(child, dict):
+            where = ".".join(parents[: depth + 1])
+            raise SpecError([f"{dotted}: {where} is {child!r}, not a section with keys"])
+        document = child
+    document[last] = value
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """`tree.budget=15` as a dotted key and a value in YAML spelling; `SpecError` without a `=`."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise SpecError([f"{text!r}: wanted KEY=VALUE, for example tree.budget=15"])
+    return key.strip(), yaml.safe_load(value)
+
+
+def _resolve_relative(document: dict[str, Any], folder: Path) -> None:
+    for key in ("model", "drafter"):
+        value = document.get(key)
+        if isinstance(value, str) and value.startswith((".", "~")):
+            document[key] = str((folder / Path(value).expanduser()).resolve())
+
+
+def parse_spec(document: Any, source: str = "deployment") -> DeploymentSpec:
+    """A spec from plain data (as `yaml.safe_load` gives it).
+
+    Raises:
+        SpecError: one line for each thing that is wrong, each naming its dotted key.
+    """
+    if not isinstance(document, dict):
+        raise SpecError([f"{source}: got {type(document).__name__}, wanted keys such as `model:`"])
+    try:
+        return DeploymentSpec.model_validate(document)
+    except ValidationError as error:
+        raise from_validation_error(error, DeploymentSpec) from error
+
+
+def load_spec(
+    path: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> DeploymentSpec:
+    """The deployment in `path`, with `overrides` (`["tree.budget=15"]` or a mapping) laid over it.
+
+    Raises:
+        SpecError: file missing or not YAML, unknown keys, wrong types or values.
+    """
+    path = Path(path).expanduser()
+    try:
+        document = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise SpecError([f"{path}: cannot be read ({error.strerror})"]) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SpecError([f"{path}: is not valid YAML: {error}"]) from error
+    if document is None:
+        raise SpecError([f"{path}: is empty; it needs at least `model:`"])
+    if isinstance(document, dict):
+        pairs = (
+            overrides.items() if isinstance(overrides, Mapping) else map(parse_override, overrides)
+        )
+        for key, value in pairs:
+            _deep_set(document, key, value)
+        _resolve_relative(document, path.resolve().parent)
+    return parse_spec(document, str(path))
