@@ -1,0 +1,37 @@
+"""The ops in plain torch: the oracle of the CUDA ops and the implementation for CPUs.
+
+Each op is a pure function of its arguments (`kv_relocate` writes in place) without SGLang or
+Ray, made for CPU tensors of small batches; tensors on other devices work but synchronise.
+"""
+
+from .accept import Accepted, tree_accept
+from .attention import decode_attention, verify_attention
+from .candidates import PAD_TOKEN_ID, Shard, candidates_topk, merge_candidates
+from .mask import ancestor_matrix, full_mask, packed_mask, positions
+from .relocate import compaction_moves, kv_relocate
+from .sample import filtered_probs, sample_nodes, uniforms
+from .tree import MAX_ROWS, Tree, chain_tree, tree_build
+
+__all__ = [
+    "MAX_ROWS",
+    "PAD_TOKEN_ID",
+    "Accepted",
+    "Shard",
+    "Tree",
+    "ancestor_matrix",
+    "candidates_topk",
+    "chain_tree",
+    "compaction_moves",
+    "decode_attention",
+    "filtered_probs",
+    "full_mask",
+    "kv_relocate",
+    "merge_candidates",
+    "packed_mask",
+    "positions",
+    "sample_nodes",
+    "tree_accept",
+    "tree_build",
+    "uniforms",
+    "verify_attention",
+]

@@ -1,0 +1,66 @@
+"""Moving KV rows between slots: compaction after acceptance, defragmentation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .accept import Accepted
+
+
+def kv_relocate(
+    buffers: Sequence[torch.Tensor], src_slots: torch.Tensor, dst_slots: torch.Tensor
+) -> None:
+    """Copy row src_slots[i] to row dst_slots[i] in each buffer, in place.
+
+    Everything is read before anything is written, over all buffers: slots may be source and
+    destination at once, and buffers may share memory.
+
+    Args:
+        buffers: [slots, ...] each, any type; say, one per layer.
+        src_slots: [moves] int.
+        dst_slots: [moves] int, distinct.
+
+    Raises:
+        ValueError: as many sources as destinations are needed, and distinct destinations.
+        IndexError: a slot is outside a buffer.
+    """
+    if src_slots.shape != dst_slots.shape or src_slots.dim() != 1:
+        raise ValueError(
+            f"src_slots has shape {tuple(src_slots.shape)}, dst_slots {tuple(dst_slots.shape)}; "
+            "want two vectors of one length"
+        )
+    if src_slots.numel() == 0:
+        return
+    if torch.unique(dst_slots).numel() != dst_slots.numel():
+        raise ValueError("dst_slots names a slot twice: what it would hold is undefined")
+    highest = int(torch.maximum(src_slots, dst_slots).max())
+    lowest = int(torch.minimum(src_slots, dst_slots).min())
+    for buffer in buffers:
+        if lowest < 0 or highest >= buffer.shape[0]:
+            raise IndexError(f"slots {lowest}..{highest} in a buffer of {buffer.shape[0]}")
+    read = [buffer.index_select(0, src_slots) for buffer in buffers]
+    for buffer, values in zip(buffers, read, strict=True):
+        buffer.index_copy_(0, dst_slots, values)
+
+
+def compaction_moves(
+    window_slots: torch.Tensor, accepted: Accepted
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Moves that bring the accepted path to the front of each request's verify window.
+
+    Args:
+        window_slots: [bs, n] int, slot of each row of the tree.
+        accepted: what `tree_accept` returned for the same tree.
+
+    Returns:
+        src and dst, [moves] int64 each, of path rows that are not in place already; the root
+        and the part of the path that equals the spine never move.
+    """
+    path = accepted.rows
+    front = torch.arange(path.shape[1], device=path.device).expand_as(path)
+    moving = path > front  # a path row is never before its depth; -1 ends the path
+    batch = moving.nonzero()[:, 0]
+    slots = window_slots.to(torch.int64)
+    return slots[batch, path[moving]], slots[batch, front[moving]]
