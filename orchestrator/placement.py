@@ -1,0 +1,110 @@
+"""Where ranks go: a pure function of what they need and what nodes offer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from overstory.orchestrator.inventory import NodeInventory
+from overstory.orchestrator.model_facts import PlanError
+
+
+@dataclass(frozen=True)
+class RankNeeds:
+    """What one rank reserves. Memory in bytes of the node, not of its GPU."""
+
+    cpus: float
+    gpus: float
+    memory: float = 0.0
+
+
+@dataclass(frozen=True)
+class NodeShare:
+    """Ranks of one replica on one node; each share is one placement group bundle."""
+
+    node: str
+    ranks: tuple[int, ...]
+
+
+@dataclass
+class _Free:
+    node: NodeInventory
+    cpus: float
+    gpus: float
+    memory: float
+
+    def fits(self, needs: RankNeeds) -> int:
+        """How many such ranks still fit here."""
+        rooms = [10**9]
+        pairs = ((self.cpus, needs.cpus), (self.gpus, needs.gpus), (self.memory, needs.memory))
+        for free, need in pairs:
+            if need > 0:
+                rooms.append(int(free / need + 1e-9))
+        return min(rooms)
+
+    def take(self, needs: RankNeeds, count: int) -> None:
+        self.cpus -= needs.cpus * count
+        self.gpus -= needs.gpus * count
+        self.memory -= needs.memory * count
+
+
+def _spread(
+    free: Sequence[_Free], needs: RankNeeds, tp_size: int
+) -> list[tuple[_Free, int]] | None:
+    """The fewest nodes that take `tp_size` ranks in equal parts, the tightest fit first."""
+    for parts in (p for p in range(1, len(free) + 1) if tp_size % p == 0):
+        per_node = tp_size // parts
+        fitting = sorted(
+            (f for f in free if f.fits(needs) >= per_node), key=lambda f: f.fits(needs)
+        )
+        if len(fitting) >= parts:
+            return [(node, per_node) for node in fitting[:parts]]
+    return None
+
+
+def _shortage(nodes: Sequence[NodeInventory], needs: RankNeeds, replicas: int, tp_size: int) -> str:
+    ranks = replicas * tp_size
+    rows = (
+        ("CPUs", needs.cpus, [n.cpus for n in nodes], "resources.cpus_per_rank"),
+        ("GPUs", needs.gpus, [n.gpus for n in nodes], "resources.gpus_per_rank"),
+    )
+    for what, need, offers, key in rows:
+        if need * ranks > sum(offers) + 1e-9:
+            listed = ", ".join(f"{n.name} {o:g}" for n, o in zip(nodes, offers, strict=True))
+            return (
+                f"engine.tp_size: {ranks} ranks (replicas {replicas} x tp_size {tp_size}) need "
+                f"{need * ranks:g} {what} ({key} {need:g}), the nodes have {sum(offers):g} "
+                f"({listed}); lower engine.tp_size, replicas or {key}, or add nodes"
+            )
+    free = ", ".join(
+        f"{n.name}: {n.cpus:g} CPUs, {n.gpus:g} GPUs, {n.memory / 2**30:.1f} GiB" for n in nodes
+    )
+    return (
+        f"engine.tp_size: no way to place replicas {replicas} x tp_size {tp_size} in equal parts: "
+        f"a rank needs {needs.cpus:g} CPUs, {needs.gpus:g} GPUs and {needs.memory / 2**30:.1f} GiB "
+        f"of memory; the nodes have {free}; lower engine.tp_size or replicas, or add nodes"
+    )
+
+
+def place(
+    nodes: Sequence[NodeInventory], needs: RankNeeds, replicas: int, tp_size: int
+) -> list[list[NodeShare]]:
+    """For each replica its shares, rank 0's first; ranks are numbered along the shares.
+
+    A replica stays on one node where it fits, else it is cut into equal parts over as few nodes as
+    possible.
+
+    Raises:
+        PlanError: not enough CPUs, GPUs or memory, with every number in it.
+    """
+    free = [_Free(n, n.cpus, n.gpus, n.memory) for n in nodes]
+    placed = []
+    for _ in range(replicas):
+        parts = _spread(free, needs, tp_size)
+        if parts is None:
+            raise PlanError(_shortage(nodes, needs, replicas, tp_size))
+        shares, first = [], 0
+        for room, count in parts:
+            room.take(needs, count)
+            shares.append(NodeShare(room.node.name, tuple(range(first, first + count))))
+            first += count
+        placed.append(shares)
+    return placed

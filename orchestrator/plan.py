@@ -1,0 +1,223 @@
+"""What would run where, and why it cannot: a pure function of a deployment and an inventory.
+
+Needs neither Ray nor a GPU and imports no torch and no SGLang, so that every fault that can be known
+beforehand is told before anything expensive starts.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from overstory.orchestrator.engine_flags import EngineSettings, resolve_engine
+from overstory.orchestrator.inventory import NodeInventory
+from overstory.orchestrator.memory import FRONT_HALF_BYTES, GIB, RankMemory, estimate_rank
+from overstory.orchestrator.model_facts import DrafterFacts, PlanError, TargetFacts
+from overstory.orchestrator.placement import NodeShare, RankNeeds, place
+from overstory.orchestrator.spec import DeploymentSpec
+
+
+@dataclass(frozen=True)
+class ReplicaPlan:
+    """One replica: its placement group and where its ranks go. Bundle `i` is share `i`."""
+
+    index: int
+    shares: tuple[NodeShare, ...]
+    bundles: tuple[dict[str, float], ...]
+    strategy: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `overstory plan` shows."""
+
+    spec: DeploymentSpec
+    settings: EngineSettings
+    memory: RankMemory
+    replicas: tuple[ReplicaPlan, ...]
+    nodes: tuple[NodeInventory, ...]
+    warnings: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for `--json`. Memory in bytes."""
+        return {
+            "deployment": self.spec.model_dump(),
+            "policy": str(self.settings.policy),
+            "engine": self.settings.server_args,
+            "memory_per_rank": dataclasses.asdict(self.memory) | {"total": self.memory.total},
+            "replicas": [dataclasses.asdict(replica) for replica in self.replicas],
+            "nodes": [dataclasses.asdict(node) for node in self.nodes],
+            "endpoint": f"http://{self.spec.gateway.host}:{self.spec.gateway.port}",
+            "warnings": list(self.warnings),
+        }
+
+
+def drafter_faults(target: TargetFacts, drafter: DrafterFacts) -> list[str]:
+    """Why `drafter` cannot draft for `target`; empty if it can."""
+    faults = []
+    for what, theirs, ours in (
+        ("vocabulary", drafter.vocab_size, target.vocab_size),
+        ("hidden size", drafter.hidden_size, target.hidden_size),
+        ("number of target layers", drafter.num_target_layers, target.num_layers),
+    ):
+        if theirs is not None and theirs != ours:
+            faults.append(
+                f"drafter: its {what} is {theirs}, the model's is {ours}; "
+                "use the drafter that was trained for this model"
+            )
+    # SGLang captures "before layer id + 1", so the last layer's output is never captured.
+    beyond = [i for i in drafter.target_layer_ids if not 0 <= i < target.num_layers - 1]
+    if beyond:
+        faults.append(
+            f"drafter: target_layer_ids {list(drafter.target_layer_ids)} name layer {beyond[0]}, "
+            f"wanted ids from 0 to {target.num_layers - 2} for a model of {target.num_layers} "
+            "layers; use the drafter that was trained for this model"
+        )
+    mask = drafter.mask_token_id
+    if mask is None or not 0 <= mask < target.vocab_size:
+        faults.append(
+            f"drafter: mask_token_id is {mask}, wanted an id below the model's vocabulary of "
+            f"{target.vocab_size}; use the drafter that was trained for this model"
+        )
+    if drafter.block_size < 2:
+        faults.append(f"drafter: block_size is {drafter.block_size}, wanted at least 2")
+    return faults
+
+
+def split_faults(target: TargetFacts, drafter: DrafterFacts | None, tp: int, ep: int) -> list[str]:
+    """Why the models cannot be cut over `tp` ranks (experts over `ep` groups); empty if they can."""
+    rows = [
+        ("attention heads", target.num_heads),
+        ("vocabulary", target.vocab_size),
+        ("dense MLP width", target.dense_width if target.dense_layers else 0),
+        ("shared expert width", target.expert_width * target.shared_experts),
+    ]
+    if ep == 1:
+        rows.append(("expert width", target.expert_width))
+    if drafter is not None:
+        rows += [
+            ("drafter's attention heads", drafter.num_heads),
+            ("drafter's MLP width", drafter.mlp_width),
+        ]
+    faults = [
+        f"engine.tp_size: {tp} does not divide the {what} {size}; "
+        f"use one of {', '.join(map(str, _divisors(target.num_heads)))}"
+        for what, size in rows
+        if size % tp
+    ]
+    if drafter is not None and max(tp, drafter.num_kv_heads) % min(tp, drafter.num_kv_heads):
+        faults.append(
+            f"engine.tp_size: {tp} neither divides nor is a multiple of the drafter's "
+            f"{drafter.num_kv_heads} key/value heads"
+        )
+    if tp > target.routed_experts > 0:
+        faults.append(f"engine.tp_size: {tp} is more than the {target.routed_experts} experts")
+    if target.routed_experts % ep or tp % ep:
+        faults.append(
+            f"engine.ep_size: {ep} must divide tp_size {tp} and the {target.routed_experts} experts"
+        )
+    return faults
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def length_faults(target: TargetFacts, server_args: dict[str, Any]) -> list[str]:
+    """Why the context length cannot be served; empty if it can."""
+    context = server_args.get("context_length")
+    if context is None:
+        return []
+    if context < 1:
+        return [f"engine.context_length: got {context}, wanted at least 1"]
+    if context > target.max_positions:
+        return [
+            f"engine.context_length: got {context}, the model was made for at most "
+            f"{target.max_positions} positions; lower it or remove it"
+        ]
+    return []
+
+
+def _gpu_faults(spec: DeploymentSpec, memory: RankMemory, gpu_bytes: float) -> list[str]:
+    needed = memory.target_weights + memory.drafter_weights + memory.process
+    if not gpu_bytes or needed <= gpu_bytes:
+        return []
+    return [
+        f"engine.tp_size: a rank's weights and workspace take {needed / GIB:.1f} GiB, its GPU share "
+        f"has {gpu_bytes / GIB:.1f} GiB; raise engine.tp_size (now {spec.tp_size}) or "
+        "resources.gpus_per_rank"
+    ]
+
+
+def _bundles(spec: DeploymentSpec, shares: Sequence[NodeShare]) -> tuple[dict[str, float], ...]:
+    bundles = []
+    for share in shares:
+        bundle = {"CPU": spec.resources.cpus_per_rank * len(share.ranks)}
+        if spec.resources.gpus:
+            bundle["GPU"] = spec.resources.gpus * len(share.ranks)
+        bundles.append(bundle)
+    return tuple(bundles)
+
+
+def _node_memory_per_rank(spec: DeploymentSpec, memory: RankMemory) -> float:
+    """Host memory that a rank takes; its share of the replica's front half included."""
+    front = FRONT_HALF_BYTES / spec.tp_size
+    return front + (memory.total if spec.resources.device == "cpu" else memory.process)
+
+
+def model_faults(spec: DeploymentSpec, settings: EngineSettings) -> list[str]:
+    """Everything that is wrong between the deployment and its models, nodes aside."""
+    target, drafter = settings.target, settings.drafter
+    ep = settings.server_args.get("ep_size", 1)
+    faults = drafter_faults(target, drafter) if drafter else []
+    faults += split_faults(target, drafter, spec.tp_size, ep)
+    return faults + length_faults(target, settings.server_args)
+
+
+def make_plan(spec: DeploymentSpec, nodes: Sequence[NodeInventory]) -> Plan:
+    """The plan of `spec` on `nodes`.
+
+    Raises:
+        PlanError: it cannot run there; one line for each fault.
+    """
+    settings = resolve_engine(spec)
+    faults = model_faults(spec, settings)
+    if faults:
+        raise PlanError(*faults)
+    device = spec.resources.device
+    gpu_bytes = min((n.gpu_memory for n in nodes if n.gpus), default=0.0) * spec.resources.gpus
+    args = settings.server_args
+    memory = estimate_rank(settings.target, settings.drafter, args, device, gpu_bytes)
+    if device == "cuda" and (faults := _gpu_faults(spec, memory, gpu_bytes)):
+        raise PlanError(*faults)
+    needs = RankNeeds(
+        spec.resources.cpus_per_rank, spec.resources.gpus, _node_memory_per_rank(spec, memory)
+    )
+    placed = place(nodes, needs, spec.replicas, spec.tp_size)
+    replicas = tuple(
+        ReplicaPlan(
+            index=index,
+            shares=tuple(shares),
+            bundles=_bundles(spec, shares),
+            strategy="STRICT_PACK" if len(shares) == 1 else "STRICT_SPREAD",
+        )
+        for index, shares in enumerate(placed)
+    )
+    return Plan(spec, settings, memory, replicas, tuple(nodes), _warnings(spec, settings))
+
+
+def _warnings(spec: DeploymentSpec, settings: EngineSettings) -> tuple[str, ...]:
+    warnings = []
+    if settings.drafter is not None:
+        chain = settings.drafter.block_size - 1
+        if 0 < spec.tree.budget < chain:
+            warnings.append(
+                f"tree.budget: {spec.tree.budget} nodes are fewer than a chain of this drafter "
+                f"({chain}); {chain} costs hardly more"
+            )
+    if spec.gateway.host not in ("127.0.0.1", "localhost", "::1"):
+        warnings.append(
+            f"gateway.host: {spec.gateway.host} is reachable from other machines and the endpoint "
+            "asks for no key"
+        )
+    return tuple(warnings)
