@@ -1,6 +1,6 @@
 """What would run where, and why it cannot: a pure function of a deployment and an inventory.
 
-Needs neither Ray nor a GPU and imports no torch and no SGLang, so that every fault that can be known
+Needs neither Ray nor a GPU and imports no torch and no SGLang: every fault that can be known
 beforehand is told before anything expensive starts.
 """
 
@@ -85,7 +85,7 @@ def drafter_faults(target: TargetFacts, drafter: DrafterFacts) -> list[str]:
 
 
 def split_faults(target: TargetFacts, drafter: DrafterFacts | None, tp: int, ep: int) -> list[str]:
-    """Why the models cannot be cut over `tp` ranks (experts over `ep` groups); empty if they can."""
+    """Why the models cannot be cut over `tp` ranks, the experts over `ep` groups; else empty."""
     rows = [
         ("attention heads", target.num_heads),
         ("vocabulary", target.vocab_size),
@@ -143,8 +143,8 @@ def _gpu_faults(spec: DeploymentSpec, memory: RankMemory, gpu_bytes: float) -> l
     if not gpu_bytes or needed <= gpu_bytes:
         return []
     return [
-        f"engine.tp_size: a rank's weights and workspace take {needed / GIB:.1f} GiB, its GPU share "
-        f"has {gpu_bytes / GIB:.1f} GiB; raise engine.tp_size (now {spec.tp_size}) or "
+        f"engine.tp_size: a rank's weights and workspace take {needed / GIB:.1f} GiB, its GPU "
+        f"share has {gpu_bytes / GIB:.1f} GiB; raise engine.tp_size (now {spec.tp_size}) or "
         "resources.gpus_per_rank"
     ]
 

@@ -25,7 +25,8 @@ def _replica_lines(replica: ReplicaPlan) -> Iterator[str]:
         ranks = ", ".join(map(str, share.ranks))
         holds = ", ".join(f"{value:g} {name}" for name, value in bundle.items())
         front = " + front half" if number == 0 else ""
-        yield f"  replica {replica.index}  bundle {number}  {share.node}: rank {ranks}{front} ({holds})"
+        where = f"replica {replica.index}  bundle {number}  {share.node}"
+        yield f"  {where}: rank {ranks}{front} ({holds})"
 
 
 def render_plan(plan: Plan) -> str:
