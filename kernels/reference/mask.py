@@ -45,10 +45,14 @@ def full_mask(tree: Tree, seq_lens: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
     Returns:
         the flat mask, bool, and indptr [bs + 1] int64: request b is flat[indptr[b]:indptr[b + 1]].
+
+    Raises:
+        ValueError: not one seq_len per tree.
     """
     n = tree.rows
     lengths = seq_lens.tolist()
-    assert len(lengths) == tree.tokens.shape[0], "one seq_len per tree"
+    if len(lengths) != tree.tokens.shape[0]:
+        raise ValueError(f"{len(lengths)} seq_lens for {tree.tokens.shape[0]} trees")
     device = tree.tokens.device
     indptr = [0]
     for length in lengths:

@@ -18,13 +18,11 @@ needs top-p; here top_p >= 1, min_p <= 0, top_k < 1 and top_k >= V filter nothin
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 GREEDY_BELOW = 1e-6
 """Temperatures under this mean greedy (SGLang: `_SAMPLING_EPS` of its SamplingParams)."""
-
-_SORT_FIRST = 256
-"""Most supports end within so many tokens: top-k is several times faster than a sort."""
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -152,60 +150,45 @@ def _weights(
     min_p: torch.Tensor,
 ) -> torch.Tensor:
     """[rows, V] float32 probabilities, 0 outside of the support, not renormalised."""
-    vocabulary = logits.shape[1]
     probs = torch.softmax(logits.float() / temperature.float().unsqueeze(1), dim=1)
+    vocabulary = probs.shape[1]
     top_k = torch.where((top_k < 1) | (top_k > vocabulary), vocabulary, top_k)
+    bound = probs.amax(dim=1) * min_p.float().clamp(min=0.0)
     sorts = (top_k < vocabulary) | (top_p < 1)
-    if bool(sorts.any()):
-        _keep_prefix(probs, top_k, top_p, min_p, sorts)
-    by_min_p = (min_p > 0) & ~sorts
-    if bool(by_min_p.any()):
-        bound = probs.amax(dim=1) * min_p.float().masked_fill(~by_min_p, 0.0)
-        probs.masked_fill_(probs < bound.unsqueeze(1), 0.0)
+    if bool(sorts.all()):
+        probs = _keep_prefix(probs, top_k, top_p)
+    elif bool(sorts.any()):
+        probs[sorts] = _keep_prefix(probs[sorts], top_k[sorts], top_p[sorts])
+    if bool((min_p > 0).any()):
+        probs *= probs >= bound.unsqueeze(1)
     return probs
 
 
-def _keep_prefix(
-    probs: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    rows: torch.Tensor,
-) -> None:
-    """Zero, in place, what the filters of the chosen rows drop."""
-    chosen = probs if bool(rows.all()) else probs[rows]
-    filters = top_k[rows], top_p[rows], min_p[rows]
-    vocabulary = probs.shape[1]
-    reach = min(_SORT_FIRST, vocabulary)
-    head = torch.topk(chosen, reach, dim=1).values
-    count = _prefix_length(head, *filters)
-    bound = head.gather(1, count.unsqueeze(1) - 1).squeeze(1)
-    open_ended = (count == reach) & (filters[0] > reach)
-    if bool(open_ended.any()):
-        full = torch.sort(chosen[open_ended], dim=1, descending=True).values
-        count[open_ended] = _prefix_length(full, *(f[open_ended] for f in filters))
-        bound[open_ended] = full.gather(1, count[open_ended].unsqueeze(1) - 1).squeeze(1)
-    keep = _best(chosen, bound.unsqueeze(1), count.unsqueeze(1))
-    probs[rows] = chosen * keep
+def _keep_prefix(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The probabilities with 0 for what top-k and top-p drop."""
+    descending = _sorted_descending(probs)
+    count = top_k
+    if bool((top_p < 1).any()):
+        crossed = descending.cumsum(dim=1) - descending > top_p.float().unsqueeze(1)
+        crossed &= (top_p < 1).unsqueeze(1)
+        first = crossed.view(torch.uint8).argmax(dim=1)
+        until = torch.where(crossed.any(dim=1), first.clamp(min=1), probs.shape[1])
+        count = torch.minimum(count, until)
+    count = count.unsqueeze(1)
+    return probs * _best(probs, descending.gather(1, count - 1), count)
 
 
-def _prefix_length(
-    descending: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
-) -> torch.Tensor:
-    """[rows] int64 >= 1: how many of the leading probabilities all filters keep."""
-    before = descending.cumsum(dim=1) - descending
-    top_p = torch.where(top_p < 1, top_p.float(), torch.inf).unsqueeze(1)
-    bound = descending[:, :1] * min_p.float().clamp(min=0.0).unsqueeze(1)
-    kept = (before <= top_p) & (descending >= bound)
-    leading = kept.to(torch.int64).cumprod(dim=1).sum(dim=1)
-    return torch.minimum(leading, top_k).clamp_(min=1)
+def _sorted_descending(probs: torch.Tensor) -> torch.Tensor:
+    """Values only: numpy's vectorised sort takes a fifth of the time of torch.sort on a CPU."""
+    ascending = np.sort(probs.cpu().numpy(), axis=1)
+    return torch.from_numpy(ascending).flip(1).to(probs.device)
 
 
-def _best(probs: torch.Tensor, bound: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Mask of the `count` highest of each row, of which the last equals `bound`."""
-    keep = probs >= bound
+def _best(probs: torch.Tensor, lowest: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Mask of the `count` highest of each row, of which the last equals `lowest`."""
+    keep = probs >= lowest
     if bool((keep.sum(dim=1, keepdim=True) > count).any()):
-        above = probs > bound
+        above = probs > lowest
         tied = keep & ~above
         places = count - above.sum(dim=1, keepdim=True)
         keep = above | (tied & (tied.cumsum(dim=1) <= places))
