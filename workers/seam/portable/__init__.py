@@ -1,0 +1,1 @@
+"""Plain torch in place of what SGLang takes from compiled packages on a CPU."""
