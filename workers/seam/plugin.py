@@ -6,7 +6,6 @@ hooks that do not fit, so a rank calls `verify_installed` before it serves.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, field
 
 from overstory.workers.environment import is_cpu_process
@@ -82,6 +81,6 @@ def _all_patches() -> list[Patch]:
 
 def _decoding_patches() -> list[Patch]:
     """DDTREE and the sampler, on any device."""
-    if importlib.util.find_spec("overstory.workers.ddtree") is None:
-        return []
-    return []
+    from overstory.workers.ddtree import hooks
+
+    return hooks.patches()

@@ -1,0 +1,60 @@
+"""What a request may ask of an engine that decodes with DDTREE.
+
+Whatever would have to differ from node to node of a tree and does not yet is refused when the
+request arrives. Nothing is relaxed silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from overstory.workers.ddtree import ALGORITHM
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+_CONSTRAINTS = ("json_schema", "regex", "ebnf", "structural_tag")
+
+
+def refusal(req: Req) -> str | None:
+    """Why DDTREE cannot serve this request exactly, or None if it can."""
+    params = req.sampling_params
+    penalties = {
+        "frequency_penalty": (params.frequency_penalty, 0.0),
+        "presence_penalty": (params.presence_penalty, 0.0),
+        "repetition_penalty": (params.repetition_penalty, 1.0),
+        "min_new_tokens": (params.min_new_tokens, 0),
+    }
+    for name, (value, neutral) in penalties.items():
+        if value != neutral:
+            return (
+                f"{name}={value} is not supported with {ALGORITHM}: it depends on the tokens "
+                f"before each node of a draft tree; leave it at {neutral}"
+            )
+    for name in _CONSTRAINTS:
+        if getattr(params, name, None) is not None:
+            return (
+                f"{name} is not supported with {ALGORITHM} yet: "
+                "each node of a draft tree would need a grammar state of its own"
+            )
+    if req.return_logprob:
+        return f"logprobs are not supported with {ALGORITHM} yet: ask without return_logprob"
+    if req.return_hidden_states:
+        return f"return_hidden_states is not supported with {ALGORITHM}"
+    if req.custom_logit_processor is not None:
+        return f"custom_logit_processor is not supported with {ALGORITHM}"
+    if req.input_embeds is not None:
+        return f"input_embeds are not supported with {ALGORITHM}: send token ids"
+    return None
+
+
+def check_request(
+    original: Callable[[Req, bool], str | None], req: Req, enable_overlap: bool
+) -> str | None:
+    """AROUND hook on SGLang's ``validate_dflash_request``: error text for the client, or None."""
+    from sglang.srt.runtime_context import get_server_args
+
+    if get_server_args().speculative_algorithm != ALGORITHM:
+        return original(req, enable_overlap)
+    return refusal(req)

@@ -1,0 +1,157 @@
+"""DDTREE in SGLang's registry of speculative algorithms, and its handling of server arguments."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+from overstory.workers.ddtree import ALGORITHM, POLICY_ENV, rows_for
+from overstory.workers.ddtree.drafter_config import check_pair, read_drafter
+from overstory.workers.tree_policy import TreePolicy, policy_from_budget
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+MAX_ROWS = 64
+"""Most rows per request (`overstory.kernels.reference.MAX_ROWS`, without importing torch)."""
+
+_DEFAULT_MAX_RUNNING = 48
+
+
+def starting_policy(max_rows: int, block_size: int) -> TreePolicy:
+    """Policy an engine starts with: that of the environment, else the largest it has room for.
+
+    Raises:
+        ValueError: the environment names a policy that is unknown or too large.
+    """
+    named = os.environ.get(POLICY_ENV)
+    if not named:
+        return policy_from_budget(max_rows - 1, block_size)
+    policy = TreePolicy.parse(named)
+    if policy.drafted_nodes(block_size) > max_rows - 1:
+        raise ValueError(
+            f"{POLICY_ENV}={named} drafts more than the {max_rows - 1} nodes that "
+            f"speculative_num_draft_tokens={max_rows} leaves room for"
+        )
+    return policy
+
+
+def handle_server_args(arguments: ServerArgs) -> None:
+    """Check and complete the server arguments of an engine with DDTREE, in place.
+
+    Raises:
+        ValueError: a setting that DDTREE cannot run with; names it, its value and the way out.
+    """
+    _refuse_unsupported(arguments)
+    drafter = read_drafter(arguments.speculative_draft_model_path)
+    check_pair(drafter, arguments.model_path)
+    arguments.speculative_num_draft_tokens = _row_budget(arguments, drafter.block_size)
+    starting_policy(arguments.speculative_num_draft_tokens, drafter.block_size)
+    # SGLang's EAGLE sizes; the generic accounting of slots and buffers reads them.
+    arguments.speculative_num_steps = 1
+    arguments.speculative_eagle_topk = 1
+    if arguments.speculative_draft_attention_backend is None:
+        arguments.speculative_draft_attention_backend = arguments.attention_backend
+    if arguments.max_running_requests is None:
+        arguments.max_running_requests = _DEFAULT_MAX_RUNNING
+        logger.info("max_running_requests set to %d for %s", _DEFAULT_MAX_RUNNING, ALGORITHM)
+
+
+def _refuse_unsupported(arguments: ServerArgs) -> None:
+    unsupported = {
+        "pp_size": (arguments.pp_size, 1),
+        "page_size": (arguments.page_size or 1, 1),
+        "enable_dp_attention": (arguments.enable_dp_attention, False),
+        "enable_mixed_chunk": (arguments.enable_mixed_chunk, False),
+        "enable_lora": (bool(arguments.enable_lora), False),
+        "speculative_adaptive": (arguments.speculative_adaptive, False),
+        "speculative_draft_window_size": (arguments.speculative_draft_window_size, None),
+        "disaggregation_mode": (arguments.disaggregation_mode, "null"),
+    }
+    for name, (value, wanted) in unsupported.items():
+        if value != wanted:
+            raise ValueError(f"{ALGORITHM} runs with {name}={wanted} only, got {value}")
+    if arguments.speculative_draft_model_path is None:
+        raise ValueError(
+            f"{ALGORITHM} needs a drafter: set speculative_draft_model_path to a DFlash checkpoint "
+            "made for this model"
+        )
+
+
+def _row_budget(arguments: ServerArgs, block_size: int) -> int:
+    given = arguments.speculative_num_draft_tokens
+    if given is None:
+        named = os.environ.get(POLICY_ENV)
+        policy = TreePolicy.parse(named) if named else TreePolicy("chain")
+        given = rows_for(policy.drafted_nodes(block_size), block_size)
+    rows = int(given)
+    if not block_size <= rows <= MAX_ROWS:
+        raise ValueError(
+            f"speculative_num_draft_tokens={rows} (1 + tree nodes) must be between the drafter's "
+            f"block size {block_size} and {MAX_ROWS}: a smaller tree is a policy ({POLICY_ENV}), "
+            "not a smaller engine"
+        )
+    return rows
+
+
+def _worker_class(arguments: ServerArgs) -> type:
+    """Factory that SGLang calls in a rank."""
+    del arguments
+    from overstory.workers.ddtree.worker import DDTreeWorker
+
+    return DDTreeWorker
+
+
+def register() -> None:
+    """Put DDTREE into SGLang's registry; a second call changes nothing."""
+    if registered():
+        return
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    SpeculativeAlgorithm.register(ALGORITHM, supports_overlap=True, spec_class=_spec_class())(
+        _worker_class
+    )
+
+
+def registered() -> bool:
+    """Whether SGLang resolves the name to ours."""
+    from sglang.srt.speculative.spec_registry import get_spec
+
+    found = get_spec(ALGORITHM)
+    return found is not None and found.factory is _worker_class
+
+
+def _spec_class() -> Any:
+    """Class of the registry entry; built here because its base is SGLang's."""
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+    from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+    class DDTreeAlgorithm(CustomSpecAlgo):
+        """Answers SGLang's questions about DDTREE.
+
+        It is one of the DFLASH family: hidden-state capture, the drafter's share of KV memory and
+        decode preparation depend on that. The registry's base class lacks the last three names,
+        though the scheduler calls them.
+        """
+
+        def is_dflash_family(self) -> bool:
+            return True
+
+        def supports_target_verify_for_draft(self) -> bool:
+            return True
+
+        def handle_server_args(self, server_args: ServerArgs) -> None:
+            handle_server_args(server_args)
+
+        def carries_draft_hidden_states(self) -> bool:
+            return False
+
+        def need_topk(self) -> bool:
+            return False
+
+        create_future_map = SpeculativeAlgorithm.create_future_map
+
+    return DDTreeAlgorithm

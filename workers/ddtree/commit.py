@@ -1,0 +1,68 @@
+"""After acceptance: the accepted path becomes the request's newest KV, in target and drafter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from overstory.kernels.reference import Accepted, compaction_moves, kv_relocate
+
+
+def kv_buffers(pool: Any) -> list[torch.Tensor]:
+    """All per-layer KV tensors [slots, ...] of one of SGLang's pools, scales included.
+
+    Raises:
+        ValueError: a pool whose rows cannot be moved slot by slot.
+    """
+    if getattr(pool, "use_hnd", False):
+        raise ValueError("DDTREE cannot move KV in a head-major paged layout")
+    buffers: list[torch.Tensor] = []
+    for name in ("kv_buffer", "k_buffer", "v_buffer", "k_scale_buffer", "v_scale_buffer"):
+        found = getattr(pool, name, None)
+        buffers += list(found) if found is not None else []
+    if not buffers:
+        raise ValueError(f"DDTREE does not know how to move KV in a {type(pool).__name__}")
+    return buffers
+
+
+def compact_target(buffers: list[torch.Tensor], slots: torch.Tensor, accepted: Accepted) -> None:
+    """Move the accepted rows' KV to the front of each window ``slots`` [bs, n]."""
+    source, destination = compaction_moves(slots, accepted)
+    if source.numel():
+        kv_relocate(buffers, source, destination)
+
+
+def extend_drafter(
+    worker: Any,
+    hidden: torch.Tensor,
+    accepted: Accepted,
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    last_position: int,
+) -> None:
+    """Write the drafter's KV of the root and the accepted rows, and of nothing else.
+
+    The drafter's KV is a projection of the target's hidden states, so the bonus token has none yet.
+
+    Args:
+        worker: SGLang's DFLASH worker, for its projection into the drafter's pool.
+        hidden: [bs * n, K * H] captured by the verify forward.
+        accepted: the walk; rows [bs, width].
+        slots: [bs, n] KV slots of the window; the first ones are the compacted path's.
+        seq_lens: [bs] committed lengths before this step.
+        last_position: last position of the context.
+    """
+    bs, n = slots.shape
+    width = accepted.rows.shape[1]
+    first_row = torch.arange(bs, device=slots.device).unsqueeze(1) * n
+    rows = (accepted.rows.clamp(min=0) + first_row).view(-1)
+    offsets = torch.arange(width, device=slots.device)
+    positions = (seq_lens.unsqueeze(1) + offsets).clamp_(max=last_position)
+    front = slots[:, :width].contiguous()
+    worker._append_target_hidden_to_draft_kv_by_loc(
+        target_hidden=hidden[rows],
+        cache_loc=front.view(-1),
+        cache_loc_2d=front,
+        positions=positions.view(-1),
+        commit_lens=(accepted.lengths + 1).to(torch.int32),
+    )

@@ -1,0 +1,153 @@
+"""The draft of a step: one forward of the drafter, its candidates per depth, their tree."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from overstory.kernels.reference import (
+    Shard,
+    Tree,
+    candidates_topk,
+    chain_tree,
+    merge_candidates,
+    tree_build,
+)
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+if TYPE_CHECKING:
+    from overstory.workers.ddtree.decisions import DecisionGroup
+    from overstory.workers.tree_policy import TreePolicy
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+MAX_WIDTH = 8
+"""Candidates per depth that may enter a tree; later ones are hardly ever among the best paths."""
+
+
+class Drafter:
+    """Runs the DFlash drafter over one block per request.
+
+    The drafter has neither embedding nor head: the target's are used. It reads the committed prefix
+    from its own KV pool and writes the block's KV into the request's window slots, where nothing
+    keeps it.
+    """
+
+    def __init__(
+        self,
+        draft_runner: Any,
+        target_model: Any,
+        group: DecisionGroup,
+        block_size: int,
+        mask_token_id: int,
+        last_position: int,
+    ) -> None:
+        self._runner = draft_runner
+        self._embed = target_model.get_input_embeddings()
+        self._head = HeadShard(target_model)
+        self._group = group
+        self._block_size = block_size
+        self._mask_token_id = mask_token_id
+        self._last_position = last_position
+        device = draft_runner.device
+        self._offsets = torch.arange(block_size, dtype=torch.int64, device=device)
+        self._block_info = DFlashVerifyInput(
+            draft_token=torch.empty(0, dtype=torch.int64, device=device),
+            positions=torch.empty(0, dtype=torch.int64, device=device),
+            draft_token_num=block_size,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+        )
+
+    def hidden(
+        self, batch: ScheduleBatch, roots: torch.Tensor, window: torch.Tensor
+    ) -> torch.Tensor:
+        """Drafter output at the masked positions of each request's block.
+
+        Args:
+            batch: the running batch; ``seq_lens`` are the committed lengths.
+            roots: [bs] int64, last tokens handed out; they fill the first position of the blocks.
+            window: [bs, >= block_size] int64 KV slots from ``seq_lens`` on.
+
+        Returns:
+            [bs * (block_size - 1), hidden].
+        """
+        bs = roots.shape[0]
+        ids = roots.new_full((bs, self._block_size), self._mask_token_id)
+        ids[:, 0] = roots
+        positions = batch.seq_lens.unsqueeze(1) + self._offsets
+        forward_batch = ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=bs,
+            input_ids=ids.view(-1),
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=batch.seq_lens,
+            out_cache_loc=window[:, : self._block_size].reshape(-1),
+            seq_lens_sum=batch.seq_lens_sum,
+            seq_lens_cpu=batch.seq_lens_cpu,
+            positions=positions.clamp_(max=self._last_position).view(-1),
+            input_embeds=self._embed(ids.view(-1)),
+            spec_algorithm=SpeculativeAlgorithm.DFLASH,
+            spec_info=self._block_info,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+        )
+        hidden = self._runner.forward(forward_batch).logits_output.hidden_states
+        assert hidden is not None, "the drafter returned no hidden states"
+        return hidden.view(bs, self._block_size, -1)[:, 1:].reshape(bs * (self._block_size - 1), -1)
+
+    def grow(self, policy: TreePolicy, roots: torch.Tensor, hidden: torch.Tensor) -> Tree:
+        """Trees under ``policy`` from what `hidden` returned; the same on all ranks."""
+        bs, depth = roots.shape[0], self._block_size - 1
+        width = 1 if policy.mode == "chain" else min(policy.nodes, MAX_WIDTH)
+        shards = self._group.gather_shards(self._head.candidates(hidden, width))
+
+        def build() -> Tree:
+            logprobs, ids = merge_candidates(shards, width)
+            if policy.mode == "chain":
+                return chain_tree(roots, ids.view(bs, depth))
+            return tree_build(
+                roots,
+                logprobs.view(bs, depth, width),
+                ids.view(bs, depth, width),
+                policy.nodes,
+                spine_first=policy.spine_first,
+            )
+
+        rows = 1 + policy.drafted_nodes(self._block_size)
+        return self._group.tree(build, bs, rows, roots.device)
+
+
+class HeadShard:
+    """This rank's part of the target's vocabulary head."""
+
+    def __init__(self, target_model: Any) -> None:
+        head = getattr(target_model, "lm_head", None)
+        weight = getattr(head, "weight", None)
+        if weight is None or not torch.is_floating_point(weight):
+            raise ValueError(
+                "DDTREE needs a target with an unquantised lm_head: the drafter borrows it"
+            )
+        self._weight, self._first = weight, 0
+        shard = getattr(head, "shard_indices", None)
+        if shard is not None:
+            if int(shard.num_added_elements):
+                raise ValueError(
+                    f"the target's head has {int(shard.num_added_elements)} added tokens; DDTREE "
+                    "drafts from the trained vocabulary only"
+                )
+            self._weight = weight[: int(shard.num_org_elements)]
+            self._first = int(shard.org_vocab_start_index)
+
+    def candidates(self, hidden: torch.Tensor, k: int) -> Shard:
+        """Best ``k`` of this rank's tokens for each row of ``hidden`` [rows, H]."""
+        logits = torch.matmul(hidden.to(self._weight.dtype), self._weight.T)
+        return candidates_topk(logits, k, self._first)
+
+
+def root_tree(roots: torch.Tensor) -> Tree:
+    """The tree of a plain step: the root [bs] alone."""
+    return chain_tree(roots, roots.new_empty((roots.shape[0], 0)))

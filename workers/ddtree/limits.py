@@ -1,0 +1,51 @@
+"""How much room one request needs per step. Pure arithmetic, in tokens and KV slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ROW_SLACK = 4
+"""Spare columns of a request's slot row, as SGLang keeps."""
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """Sizes that every step of an engine stays within.
+
+    Attributes:
+        block_size: positions per draft block, root included; a step hands out at most this many
+            tokens to a request (the longest path and the bonus).
+        max_rows: target rows per request and step, root included; at least ``block_size``, since
+            the drafter's block takes its slots from the same window.
+        overlap: the scheduler knows a step's outcome only after it launched the next one.
+    """
+
+    block_size: int
+    max_rows: int
+    overlap: bool
+
+    def __post_init__(self) -> None:
+        assert 2 <= self.block_size <= self.max_rows, (self.block_size, self.max_rows)
+
+    @property
+    def max_nodes(self) -> int:
+        """Largest tree, root not counted."""
+        return self.max_rows - 1
+
+    @property
+    def ahead(self) -> int:
+        """Slots beyond the tokens the scheduler knows of that the next step may touch.
+
+        Under overlap one unprocessed step may have added ``block_size`` tokens already.
+        """
+        return self.max_rows + (self.block_size if self.overlap else 0)
+
+
+def row_headroom(max_rows: int) -> int:
+    """Columns that a request's slot row needs beyond the context length.
+
+    SGLang's own figure (rows + 4) is below what DFLASH reserves at page size 1, so near the end of
+    the context it writes into the neighbour's row and leaks slots (sglang#33579).
+    `StepLimits.ahead` never exceeds twice the rows.
+    """
+    return 2 * max_rows + ROW_SLACK

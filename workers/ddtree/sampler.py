@@ -1,0 +1,144 @@
+"""The one sampler: every token of a request comes from here, whatever path it was computed on.
+
+The first token after prefill, plain decoding, chain and tree all draw with `sample_nodes`, whose
+noise depends on the request's seed and the row's absolute position alone. So the same seed gives
+the same text under every tree policy, in every batch, and when a request is computed anew from its
+middle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from overstory.kernels.reference import sample_nodes
+from overstory.workers.ddtree import ALGORITHM
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+SEED_BITS = 31
+"""Drawn seeds fit every integer type on their way through clients and engines."""
+
+
+def request_seed(given: int | None, rid: str, engine_seed: int) -> int:
+    """Seed of a request: the one it came with, else one derived from its id.
+
+    SGLang gives each request (and each of n samples) an id of its own and broadcasts it with the
+    request, so all ranks of a replica derive the same seed without talking.
+
+    Args:
+        given: ``sampling_seed`` of the request, if any.
+        rid: the request's id.
+        engine_seed: ``random_seed`` of the engine, alike on its ranks and new at every start.
+    """
+    if given is not None:
+        return int(given)
+    digest = hashlib.blake2b(f"{engine_seed}:{rid}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> (64 - SEED_BITS)
+
+
+def seeds_of(batch: ScheduleBatch, engine_seed: int) -> torch.Tensor:
+    """[bs] int64 seeds, kept with each request from its first batch on."""
+    seeds = []
+    for req in batch.reqs:
+        params = req.sampling_params
+        params.sampling_seed = request_seed(params.sampling_seed, req.rid, engine_seed)
+        seeds.append(params.sampling_seed)
+    return torch.tensor(seeds, dtype=torch.int64)
+
+
+def draw(
+    logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor, rows: int = 1
+) -> torch.Tensor:
+    """The target's token after each row.
+
+    Args:
+        logits: [bs * rows, V]; logit bias and masks have been applied.
+        info: parameters of the bs requests, with ``sampling_seed`` set.
+        positions: [bs * rows] int64, absolute positions of the rows.
+        rows: rows per request.
+
+    Returns:
+        [bs * rows] int64.
+    """
+    if info.is_all_greedy:
+        return torch.argmax(logits, dim=-1)
+    parameters = (
+        info.temperatures.view(-1),
+        info.top_ks,
+        info.top_ps,
+        info.min_ps,
+        info.sampling_seed,
+    )
+    if rows > 1:
+        parameters = tuple(values.repeat_interleave(rows) for values in parameters)
+    return sample_nodes(logits, *parameters, positions.to(torch.int64))
+
+
+def serves(algorithm: str | None) -> bool:
+    """Whether engines of this speculative algorithm sample here: ours and those without any."""
+    return algorithm is None or algorithm == ALGORITHM
+
+
+def keep_seeds(result: Any, cls: type, batch: ScheduleBatch, vocab_size: int) -> Any:
+    """AFTER hook on ``SamplingBatchInfo.from_schedule_batch``: SGLang drops per-request seeds
+    there.
+
+    SGLang's own filter and merge of batches carry ``sampling_seed`` along once it is set.
+    """
+    del cls, vocab_size
+    from sglang.srt.runtime_context import get_server_args
+
+    arguments = get_server_args()
+    if serves(arguments.speculative_algorithm):
+        seeds = seeds_of(batch, arguments.random_seed)
+        result.sampling_seed = seeds.to(batch.device, non_blocking=True)
+    return result
+
+
+def sample_last_rows(
+    original: Callable[..., torch.Tensor],
+    self: Any,
+    logits_output: Any,
+    sampling_info: SamplingBatchInfo,
+    return_logprob: bool,
+    top_logprobs_nums: list[int],
+    token_ids_logprobs: list[list[int]],
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """AROUND hook on SGLang's ``Sampler.forward``: one row per request, prefill or plain decode.
+
+    Returns:
+        [bs] int64 tokens, decided on rank 0 of the tensor-parallel group. With ``return_logprob``
+        the log-probabilities (after temperature, as SGLang's) are put into ``logits_output``.
+    """
+    from sglang.srt.runtime_context import get_server_args
+
+    if not serves(get_server_args().speculative_algorithm) or any(
+        sampling_info.return_sampling_masks or []
+    ):
+        return original(
+            self,
+            logits_output,
+            sampling_info,
+            return_logprob,
+            top_logprobs_nums,
+            token_ids_logprobs,
+            positions,
+        )
+    from overstory.workers.ddtree.decisions import DecisionGroup
+
+    logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
+    tokens = DecisionGroup().ints(
+        lambda: draw(logits, sampling_info, positions), (logits.shape[0],), logits.device
+    )
+    if return_logprob:
+        scaled = logits if sampling_info.is_all_greedy else logits / sampling_info.temperatures
+        self.output_logprob_processor.compute_logprobs(
+            torch.log_softmax(scaled, dim=-1), top_logprobs_nums, token_ids_logprobs, tokens
+        ).write_output_to(logits_output)
+    return tokens

@@ -1,0 +1,189 @@
+"""The DDTREE worker: one step is draft, verify, accept, commit. SGLang's scheduler drives it."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from overstory.kernels.reference import Accepted, Tree, tree_accept
+from overstory.workers import tree_policy
+from overstory.workers.ddtree.algorithm import starting_policy
+from overstory.workers.ddtree.commit import compact_target, extend_drafter, kv_buffers
+from overstory.workers.ddtree.decisions import DecisionGroup
+from overstory.workers.ddtree.draft import Drafter, root_tree
+from overstory.workers.ddtree.draft_input import DDTreeDraftInput
+from overstory.workers.ddtree.drafter_config import read_drafter
+from overstory.workers.ddtree.limits import StepLimits
+from overstory.workers.ddtree.sampler import draw
+from overstory.workers.ddtree.step_record import PendingSteps, StageClock, StepRecord
+from overstory.workers.ddtree.verify import tree_positions, verify
+from overstory.workers.step_stats import STATS
+from overstory.workers.tree_policy import TreePolicy
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+
+Publish = Callable[[torch.Tensor], None] | None
+
+
+class DDTreeWorker(DFlashWorkerV2):
+    """Target and drafter of one rank.
+
+    SGLang's DFLASH worker supplies model loading, memory pools and the projection of hidden states
+    into the drafter's KV (prefill included). The decode step is ours.
+    """
+
+    def __init__(
+        self, server_args: Any, gpu_id: int, ps: Any, nccl_port: int, target_worker: Any
+    ) -> None:
+        block_size = read_drafter(server_args.speculative_draft_model_path).block_size
+        # The base class takes the row budget for the drafter's block size: show it the latter.
+        drafter_args = copy.copy(server_args)
+        drafter_args.override("ddtree.drafter", speculative_num_draft_tokens=block_size)
+        super().__init__(drafter_args, gpu_id, ps, nccl_port, target_worker)
+        self.server_args = server_args
+        self.limits = StepLimits(
+            block_size=block_size,
+            max_rows=int(server_args.speculative_num_draft_tokens),
+            overlap=not server_args.disable_overlap_schedule,
+        )
+        self._group = DecisionGroup()
+        self._last_position = int(self.model_runner.model_config.context_len) - 1
+        self._drafter = Drafter(
+            self.draft_model_runner,
+            self.model_runner.model,
+            self._group,
+            block_size,
+            int(self._mask_token_id),
+            self._last_position,
+        )
+        self._pending = PendingSteps(STATS)
+        self._kv_buffers: list[torch.Tensor] | None = None
+        self._window_offsets = torch.arange(self.limits.max_rows, device=self.device)
+        tree_policy.set_current(starting_policy(self.limits.max_rows, block_size))
+        tree_policy.HOLDER.set_limits(block_size, self.limits.max_nodes)
+
+    def forward_batch_generation(
+        self, batch: Any, on_publish: Publish = None, grammar_barrier: Any = None
+    ) -> GenerationBatchResult:
+        """One prefill forward or one decode step of ``batch``."""
+        if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
+            return self._prefill(batch, on_publish)
+        if batch.forward_mode.is_idle():
+            return super().forward_batch_generation(batch, on_publish, grammar_barrier)
+        if batch.seq_lens.is_cuda:  # the scheduler made it on another stream
+            batch.seq_lens.record_stream(torch.cuda.current_stream())
+        with torch.inference_mode():
+            return self._step(batch, on_publish)
+
+    def on_verify_complete_cpu(
+        self, num_correct_drafts_per_req: list[int], batch_size: int = 0
+    ) -> None:
+        """The scheduler has read a step's acceptance; counts it."""
+        self._pending.settle(num_correct_drafts_per_req)
+
+    def _prefill(self, batch: Any, on_publish: Publish) -> GenerationBatchResult:
+        started = time.perf_counter_ns()
+        result = super().forward_batch_generation(batch, on_publish)
+        STATS.record_prefill(
+            len(batch.reqs), sum(batch.extend_lens), time.perf_counter_ns() - started
+        )
+        return result
+
+    def _step(self, batch: Any, on_publish: Publish) -> GenerationBatchResult:
+        policy = tree_policy.current()
+        clock = StageClock()
+        roots = batch.spec_info.bonus_tokens
+        prefix = batch.seq_lens
+        window = self._window(batch)
+        tree = self._draft(policy, batch, roots, window, clock)
+        slots = window[:, : tree.rows]
+        rows_at = tree_positions(tree, prefix, self._last_position)
+        verified = verify(
+            self.target_worker, batch, tree, slots, rows_at, branches=policy.mode == "tree"
+        )
+        clock.mark("verify")
+        accepted = self._accept(batch, tree, verified.logits_output, rows_at)
+        new_seq_lens = prefix + accepted.lengths + 1
+        if on_publish is not None:
+            on_publish(new_seq_lens)
+        clock.mark("accept")
+        if policy.mode == "tree":
+            compact_target(self._target_buffers(), slots, accepted)
+        hidden = verified.logits_output.hidden_states
+        extend_drafter(self, hidden, accepted, slots, prefix, self._last_position)
+        clock.mark("commit")
+        self._pending.add(StepRecord(str(policy), tree, tuple(batch.reqs), clock.stages))
+        return self._result(verified, accepted, new_seq_lens)
+
+    def _draft(
+        self,
+        policy: TreePolicy,
+        batch: Any,
+        roots: torch.Tensor,
+        window: torch.Tensor,
+        clock: StageClock,
+    ) -> Tree:
+        if policy.mode == "plain":
+            return root_tree(roots)
+        hidden = self._drafter.hidden(batch, roots, window)
+        clock.mark("draft")
+        tree = self._drafter.grow(policy, roots, hidden)
+        clock.mark("build")
+        return tree
+
+    def _window(self, batch: Any) -> torch.Tensor:
+        """[bs, max_rows] int64: the KV slots that were reserved from each committed length on."""
+        table = self.model_runner.req_to_token_pool.req_to_token
+        columns = batch.seq_lens.unsqueeze(1) + self._window_offsets
+        return table[batch.req_pool_indices.unsqueeze(1), columns].to(torch.int64)
+
+    def _accept(
+        self, batch: Any, tree: Tree, logits_output: Any, rows_at: torch.Tensor
+    ) -> Accepted:
+        """Walk of each tree by the target's own tokens, which rank 0 draws."""
+        info, logits = batch.sampling_info, logits_output.next_token_logits
+        shape = (logits.shape[0],)
+
+        def choose() -> torch.Tensor:
+            if info.logit_bias is not None:
+                logits.view(len(batch.reqs), tree.rows, -1).add_(info.logit_bias.unsqueeze(1))
+            return draw(logits, info, rows_at, tree.rows)
+
+        targets = self._group.ints(choose, shape, logits.device)
+        return tree_accept(tree, targets.view_as(tree.tokens))
+
+    def _target_buffers(self) -> list[torch.Tensor]:
+        if self._kv_buffers is None:
+            self._kv_buffers = kv_buffers(self.model_runner.token_to_kv_pool)
+        return self._kv_buffers
+
+    def _result(
+        self, verified: GenerationBatchResult, accepted: Accepted, new_seq_lens: torch.Tensor
+    ) -> GenerationBatchResult:
+        verified.logits_output.hidden_states = None
+        return GenerationBatchResult(
+            logits_output=verified.logits_output,
+            next_token_ids=accepted.tokens.reshape(-1),
+            accept_lens=(accepted.lengths + 1).to(torch.int32),
+            can_run_cuda_graph=verified.can_run_cuda_graph,
+            next_draft_input=self._draft_input(accepted.bonus, new_seq_lens),
+            # The stride of next_token_ids: tokens per request, not rows.
+            speculative_num_draft_tokens=accepted.tokens.shape[1],
+            new_seq_lens=new_seq_lens,
+        )
+
+    def _draft_input(self, roots: torch.Tensor, seq_lens: torch.Tensor) -> DDTreeDraftInput:
+        return DDTreeDraftInput(roots.to(torch.int64), seq_lens.to(torch.int64), self.limits)
+
+    def _make_next_draft_input_prefill(
+        self, *, bonus_tokens: torch.Tensor, seq_lens: torch.Tensor
+    ) -> DDTreeDraftInput:
+        return self._draft_input(bonus_tokens, seq_lens)
+
+    def _make_next_draft_input_decode(
+        self, *, bonus_tokens: torch.Tensor, new_seq_lens: torch.Tensor
+    ) -> DDTreeDraftInput:
+        return self._draft_input(bonus_tokens, new_seq_lens)
