@@ -32,6 +32,7 @@ _PLACED = "Overstory places the ranks: see `overstory plan FILE`"
 _TOKENIZER = "use `model`: the tokenizer lies in its folder and runs in the gateway"
 _DRAFT = "use `drafter` and `tree`"
 _WARM = "a replica warms itself up before it counts as ready"
+_SAMPLER = "Overstory samples by itself, so that a seed gives one text"
 _CPU_ATTENTION = "on resources.device cpu Overstory brings its own attention"
 
 # ServerArgs fields that Overstory sets itself -> where to say it instead, or why nowhere.
@@ -56,6 +57,7 @@ _RESERVED: dict[str, str] = {
     "base_gpu_id": _PLACED,
     "gpu_id_step": _PLACED,
     "use_ray": _PLACED,
+    "sampling_backend": _SAMPLER,
     "custom_sigquit_handler": "a rank ends alone and reports its cause",
     "skip_server_warmup": _WARM,
     "warmups": _WARM,

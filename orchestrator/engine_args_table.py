@@ -58,7 +58,8 @@ def _describe(annotation: Any) -> dict[str, Any]:
             row["nullable"] = True
     for arg in metadata:
         if getattr(arg, "choices", None):
-            row["choices"] = list(arg.choices)
+            is_set = isinstance(arg.choices, set | frozenset)
+            row["choices"] = sorted(arg.choices) if is_set else list(arg.choices)
         names = [*(getattr(arg, "aliases", None) or []), getattr(arg, "cli_name", None)]
         aliases = [name.lstrip("-").replace("-", "_") for name in names if name]
         if aliases:

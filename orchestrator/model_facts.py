@@ -163,6 +163,9 @@ def read_drafter(path: str) -> DrafterFacts:
     layers, heads = read("num_hidden_layers"), read("num_attention_heads")
     merged = {**config, **dflash}
     targets = merged.get("num_target_layers")
+    block_size = read("block_size", _DEFAULT_BLOCK_SIZE)
+    if block_size < 2:
+        raise PlanError(f"drafter: {path!r}: block_size is {block_size}, wanted at least 2")
     ids = merged.get("target_layer_ids")
     return DrafterFacts(
         path=path,
@@ -173,7 +176,7 @@ def read_drafter(path: str) -> DrafterFacts:
         num_kv_heads=read("num_key_value_heads", heads),
         head_dim=read("head_dim", read("hidden_size") // max(heads, 1)),
         mlp_width=read("intermediate_size"),
-        block_size=read("block_size", _DEFAULT_BLOCK_SIZE),
+        block_size=block_size,
         num_target_layers=None if targets is None else read("num_target_layers"),
         target_layer_ids=tuple(ids or ()),
         mask_token_id=merged.get("mask_token_id"),
