@@ -1,0 +1,111 @@
+"""Finds out why a rank died: its own note, its log, Ray's words, and how the others stand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from overstory.orchestrator.engine_errors import RankDeath
+from overstory.orchestrator.local_process import LocalProcess
+from overstory.workers.death_note import DeathNote, read_log_tail, read_note
+from overstory.workers.rank import RankIdentity
+
+ANSWER_TIMEOUT_S = 2.0
+NOTE_TIMEOUT_S = 10.0
+
+
+def examine(
+    rank: int,
+    identities: Sequence[RankIdentity],
+    error: Exception | None,
+    observed: str | None,
+    others: Mapping[int, Any],
+) -> RankDeath:
+    """Puts together what can be known of a rank's death.
+
+    Args:
+        rank: which.
+        identities: of all ranks; empty if the rank died before it could say.
+        error: what Ray raised, if it did.
+        observed: what the watcher itself saw, if it was that.
+        others: references of `health()` calls to the other ranks.
+    """
+    identity = identities[rank] if rank < len(identities) else None
+    note, log_tail = _papers(identity) if identity else (None, [])
+    cause = observed or (note.cause if note else _words(error))
+    if identity is not None and observed is not None:
+        state = LocalProcess(identity.host, identity.pid, identity.started).state()
+        cause += f"; its process is {state}" if state else "; its process is gone"
+    return RankDeath(
+        rank=rank,
+        cause=cause,
+        exit_code=note.exit_code if note else None,
+        phase=note.phase if note else "unknown",
+        forwards=note.forwards if note else 0,
+        detail=(note.detail if note and note.detail else str(error or "")),
+        log_tail=tuple(log_tail),
+        others=_states(others, identities),
+    )
+
+
+def _papers(identity: RankIdentity) -> tuple[DeathNote | None, list[str]]:
+    """Death note and log tail, read on the rank's own node."""
+    log_path = Path(identity.log_path) if identity.log_path else None
+    if identity.node_id == ray.get_runtime_context().get_node_id():
+        return _read_papers(Path(identity.note_path), log_path)
+    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+        identity.node_id, soft=False
+    )
+    task = ray.remote(_read_papers).options(num_cpus=0, scheduling_strategy=strategy)
+    try:
+        return ray.get(task.remote(Path(identity.note_path), log_path), timeout=NOTE_TIMEOUT_S)
+    except ray.exceptions.RayError:  # Its node is gone too: Ray's own words must do.
+        return None, []
+
+
+def _read_papers(note: Path, log: Path | None) -> tuple[DeathNote | None, list[str]]:
+    return read_note(note), read_log_tail(log) if log else []
+
+
+def _words(error: Exception | None) -> str:
+    if error is None:
+        return "its event loop ended without being told to"
+    if isinstance(error, ray.exceptions.RayActorError):
+        return (
+            "its process died without leaving a cause (killed from outside, out of memory, or a "
+            f"crash in native code). Ray says: {_exit_detail(str(error))}"
+        )
+    return " ".join(str(error).split())
+
+
+def _exit_detail(text: str) -> str:
+    """The part of Ray's message that is about this death, without its general advice."""
+    found = re.search(r"Worker exit type: .*?(?=Some common causes|$)", text, re.DOTALL)
+    return " ".join((found.group() if found else text).split())
+
+
+def _states(others: Mapping[int, Any], identities: Sequence[RankIdentity]) -> dict[int, str]:
+    """How the other ranks stand, in words, by rank."""
+    refs = list(others.values())
+    answered = ray.wait(refs, num_returns=len(refs), timeout=ANSWER_TIMEOUT_S)[0] if refs else []
+    states = {}
+    for rank, ref in others.items():
+        identity = identities[rank] if rank < len(identities) else None
+        if ref in answered:
+            states[rank] = _answer(ref)
+            continue
+        process = LocalProcess(identity.host, identity.pid, identity.started) if identity else None
+        seen = process.state() if process else None
+        states[rank] = "does not answer" + (f"; its process is {seen}" if seen else "")
+    return states
+
+
+def _answer(ref: Any) -> str:
+    try:
+        health = ray.get(ref)
+    except ray.exceptions.RayError:
+        return "died too"
+    return f"answers; {health['phase']}, forward {health['forwards']}"
