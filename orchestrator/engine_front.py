@@ -64,8 +64,9 @@ class FrontManager(TokenizerManager):
         """Starts the loop that takes the engine's outputs, once, on the running event loop."""
         if self.event_loop is not None:
             return
-        self.event_loop = asyncio.get_running_loop()
-        task = self.event_loop.create_task(self.handle_loop())
+        loop = asyncio.get_running_loop()
+        self.event_loop = loop
+        task = loop.create_task(self.handle_loop())
         task.add_done_callback(self._loop_done)
         self.asyncio_tasks.add(task)
 

@@ -1,4 +1,4 @@
-"""A process of this host, named by pid and start time so that a reused pid is never mistaken for it."""
+"""A process of this host, by pid and start time: a reused pid is never mistaken for it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ _STATES = {
 
 @dataclass(frozen=True)
 class LocalProcess:
-    """A process by host, pid and start (clock ticks since boot). One of another host reads as gone."""
+    """A process by host, pid and start (clock ticks since boot).
+
+    One of another host reads as gone.
+    """
 
     host: str
     pid: int

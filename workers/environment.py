@@ -55,6 +55,8 @@ def rank_environment(
         "MKL_NUM_THREADS": str(threads),
         # Compiling small ops costs 20 s at the first request and gains nothing at these sizes.
         "TORCHDYNAMO_DISABLE": "1",
+        # SGLang builds a NCCL communicator at TP > 1 wherever it finds the library, GPU or not.
+        "SGLANG_NCCL_SO_PATH": "/nonexistent",
         "PYTHONPATH": _python_path(os.environ.get("PYTHONPATH", "")),
     }
     if "SGLANG_DISABLED_MODEL_ARCHS" not in os.environ:

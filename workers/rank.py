@@ -40,8 +40,12 @@ class RankFailed(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class RankIdentity:
-    """Where a rank lives. `started` is the process's start in clock ticks since boot: with the pid it
-    names a process beyond doubt."""
+    """Where a rank lives.
+
+    `started` is the process's start in clock ticks since boot: with the pid it names a process
+    beyond
+    doubt.
+    """
 
     rank: int
     pid: int
