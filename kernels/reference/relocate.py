@@ -31,6 +31,7 @@ def kv_relocate(
             f"src_slots has shape {tuple(src_slots.shape)}, dst_slots {tuple(dst_slots.shape)}; "
             "want two vectors of one length"
         )
+    src_slots, dst_slots = src_slots.to(torch.int64), dst_slots.to(torch.int64)
     if src_slots.numel() == 0:
         return
     if torch.unique(dst_slots).numel() != dst_slots.numel():
