@@ -1,57 +1,71 @@
-"""The `overstory` attention backend on a CPU: plain matmuls over SGLang's paged KV pools.
+"""The `overstory` attention backend on a CPU, on the reference attention of `overstory.kernels`.
 
-SGLang takes every backend name but `torch_native` and `intel_amx` to run Triton kernels, so on a CPU
-ours stands behind the name `torch_native`.
+SGLang takes every backend name but `torch_native` and `intel_amx` to run Triton kernels, so on a
+CPU ours stands behind the name `torch_native`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
+from overstory.kernels.reference.attention import decode_attention, verify_attention
 from overstory.workers.seam.patches import Patch
+from overstory.workers.seam.portable.grouped_attention import block_attention
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 BACKEND_NAME = "torch_native"
 
-#: Queries of one request scored at a time: bounds the scores held in memory to rows * heads * keys.
-QUERY_BLOCK = 256
-
 
 @dataclass(frozen=True)
-class RequestSpan:
-    """One request's part of a forward.
+class ForwardPlan:
+    """Where each request's rows, keys and mask are in one forward; the same for all its layers.
 
     Attributes:
-        first: its first row in the query tensor.
-        rows: number of query rows.
-        prefix: keys before the first query.
-        slots: [prefix + rows] int64 KV slots of its keys.
-        mask: [rows, prefix + rows] bool allowed pairs of a tree, or None for causal.
+        decoding: one row per request; `kv_indices` then includes the row's own slot.
+        counts: rows per request.
+        prefixes: keys per request before its first row.
+        qo_indptr: [batch + 1] int64 bounds of the requests' rows.
+        kv_indptr: [batch + 1] int64 bounds of the requests' slots in `kv_indices`.
+        kv_indices: int64 slots of the prefixes (with the own row when decoding).
+        mask: flat bool in FULL_MASK layout, or None for causal.
+        mask_indptr: [batch + 1] int64 bounds of the requests in `mask`.
     """
 
-    first: int
-    rows: int
-    prefix: int
-    slots: torch.Tensor
+    decoding: bool
+    counts: list[int]
+    prefixes: list[int]
+    qo_indptr: torch.Tensor
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
     mask: torch.Tensor | None
+    mask_indptr: torch.Tensor | None
 
 
 class OverstoryCpuAttention(AttentionBackend):
-    """Prefill, decode, tree verify and the drafter's block attention on a CPU, MLA and GQA alike."""
+    """Prefill, decode, tree verify and the drafter's block attention, MLA and GQA alike.
+
+    Prefill, chunks, prefix hits and verify of an MLA model go through one arithmetic (absorbed
+    MLA), so that which of them a token took does not change what follows.
+    """
 
     def __init__(self, model_runner: Any):
         super().__init__()
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
-        self.spans: list[RequestSpan] = []
+        self.plan: ForwardPlan | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Looks up each request's rows, keys and mask once per forward, for all layers."""
-        self.spans = request_spans(forward_batch, self.req_to_token_pool.req_to_token)
+        """Plans the forward, for all its layers."""
+        self.plan = (
+            None
+            if forward_batch.forward_mode.is_idle()
+            else plan_forward(forward_batch, self.req_to_token_pool.req_to_token)
+        )
 
     def forward_extend(
         self,
@@ -104,133 +118,140 @@ class OverstoryCpuAttention(AttentionBackend):
 
         Returns:
             [rows, heads * v_head_dim].
+
+        Raises:
+            NotImplementedError: cross attention, sliding windows or capped logits.
         """
+        _refuse_unsupported(layer)
+        plan, slots = self.plan, forward_batch.out_cache_loc
+        assert plan is not None, "init_forward_metadata runs before every forward"
         if save_kv_cache and k is not None:
-            location = KVWriteLoc(forward_batch.out_cache_loc, None)
-            self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
+            self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(slots, None), k, v)
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out = queries.new_zeros((queries.shape[0], layer.tp_q_head_num, layer.v_head_dim))
         causal = layer.attn_type is not AttentionType.ENCODER_ONLY
-        shared = keys.shape[1] == 1 and values.data_ptr() == keys.data_ptr()
-        for span in self.spans:
-            rows = slice(span.first, span.first + span.rows)
-            span_keys = keys[span.slots].to(q.dtype)
-            span_values = (
-                span_keys[..., : layer.v_head_dim] if shared else values[span.slots].to(q.dtype)
-            )
-            out[rows] = attend_request(
-                queries[rows], span_keys, span_values, layer.scaling, span, causal
+        if _is_latent(keys, values):
+            out = latent_attention(queries, keys, slots, layer, plan, causal)
+        else:
+            out = block_attention(
+                queries,
+                keys,
+                values,
+                plan.prefixes,
+                plan.counts,
+                self._slots_per_request(plan, slots),
+                scale=layer.scaling,
+                causal=causal,
+                mask=plan.mask if causal else None,
             )
         return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
 
-
-def request_spans(forward_batch: Any, req_to_token: torch.Tensor) -> list[RequestSpan]:
-    """Each request's rows, KV slots and mask in one forward of SGLang.
-
-    In TARGET_VERIFY, `seq_lens` excludes the block under verification; in the other modes it includes
-    the rows of this forward.
-    """
-    mode = forward_batch.forward_mode
-    if mode.is_idle():
-        return []
-    # Not seq_lens_cpu: under overlap scheduling that copy is an upper bound.
-    seq_lens = forward_batch.seq_lens.tolist()
-    pool_rows = forward_batch.req_pool_indices.tolist()
-    masks: torch.Tensor | None = None
-    if mode.is_target_verify():
-        count = int(forward_batch.spec_info.draft_token_num)
-        prefixes, counts = seq_lens, [count] * len(seq_lens)
-        masks = getattr(forward_batch.spec_info, "custom_mask", None)
-    elif mode.is_decode():
-        prefixes, counts = [length - 1 for length in seq_lens], [1] * len(seq_lens)
-    else:
-        counts = _host_list(forward_batch.extend_seq_lens_cpu, forward_batch.extend_seq_lens)
-        prefixes = _host_list(
-            forward_batch.extend_prefix_lens_cpu, forward_batch.extend_prefix_lens
-        )
-    return _spans(req_to_token, pool_rows, prefixes, counts, masks)
+    def _slots_per_request(self, plan: ForwardPlan, out: torch.Tensor) -> list[torch.Tensor]:
+        """Each request's key slots, its own rows last."""
+        if plan.decoding:
+            return list(plan.kv_indices.split([p + 1 for p in plan.prefixes]))
+        parts = zip(plan.kv_indices.split(plan.prefixes), out.split(plan.counts), strict=True)
+        return [torch.cat(pair) for pair in parts]
 
 
-def _spans(
-    req_to_token: torch.Tensor,
-    pool_rows: list[int],
-    prefixes: list[int],
-    counts: list[int],
-    masks: torch.Tensor | None,
-) -> list[RequestSpan]:
-    spans, first, mask_start = [], 0, 0
-    for pool_row, prefix, rows in zip(pool_rows, prefixes, counts, strict=True):
-        total = prefix + rows
-        mask = None
-        if masks is not None:
-            mask = masks[mask_start : mask_start + rows * total].view(rows, total).bool()
-            mask_start += rows * total
-        slots = req_to_token[pool_row, :total].long()
-        spans.append(RequestSpan(first, rows, prefix, slots, mask))
-        first += rows
-    return spans
-
-
-def attend_request(
+def latent_attention(
     queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scaling: float,
-    span: RequestSpan,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    layer: Any,
+    plan: ForwardPlan,
     causal: bool,
 ) -> torch.Tensor:
-    """Attention of one request's rows over its keys, softmax in float32.
+    """Absorbed MLA by the reference ops. Returns [rows, heads, v_head_dim]."""
+    if plan.decoding:
+        return decode_attention(
+            queries,
+            cache,
+            plan.kv_indptr,
+            plan.kv_indices,
+            scale=layer.scaling,
+            v_head_dim=layer.v_head_dim,
+        )
+    return verify_attention(
+        queries,
+        cache,
+        plan.qo_indptr,
+        plan.kv_indptr,
+        plan.kv_indices,
+        slots,
+        plan.mask if causal else None,
+        plan.mask_indptr if causal else None,
+        scale=layer.scaling,
+        v_head_dim=layer.v_head_dim,
+        causal=causal,
+    )
 
-    Args:
-        queries: [rows, heads, qk_dim].
-        keys: [prefix + rows, kv_heads, qk_dim].
-        values: [prefix + rows, kv_heads, v_dim].
-        scaling: factor of the scores.
-        span: the request; its mask is used when `causal`.
-        causal: whether row i sees keys up to prefix + i only (or its mask); else all.
 
-    Returns:
-        [rows, heads, v_dim], dtype of `queries`.
+def plan_forward(forward_batch: Any, req_to_token: torch.Tensor) -> ForwardPlan:
+    """Reads SGLang's batch into a plan.
+
+    In TARGET_VERIFY `seq_lens` excludes the block under verification; in the other modes it
+    includes the rows of this forward. `seq_lens_cpu` is not read: under overlap scheduling it is an
+    upper bound.
     """
-    rows, heads, _ = queries.shape
-    kv_heads = keys.shape[1]
-    keys_t = keys.permute(1, 2, 0)
-    values_t = values.transpose(0, 1)
-    parts = []
-    for start in range(0, rows, QUERY_BLOCK):
-        stop = min(start + QUERY_BLOCK, rows)
-        visible = span.prefix + stop if causal and span.mask is None else keys.shape[0]
-        block = queries[start:stop].reshape(stop - start, kv_heads, heads // kv_heads, -1)
-        # [kv_heads, block * group, qk_dim]
-        block = block.transpose(0, 1).reshape(kv_heads, -1, queries.shape[2])
-        scores = (block @ keys_t[..., :visible]).float() * scaling
-        if causal:
-            allowed = _allowed(span, start, stop, visible)
-            if allowed is not None:
-                shaped = scores.view(kv_heads, stop - start, heads // kv_heads, visible)
-                shaped.masked_fill_(~allowed[:, None, :], float("-inf"))
-        weighted = scores.softmax(-1).to(queries.dtype) @ values_t[:, :visible]
-        weighted = weighted.view(kv_heads, stop - start, heads // kv_heads, -1)
-        parts.append(weighted.transpose(0, 1).reshape(stop - start, heads, -1))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    mode = forward_batch.forward_mode
+    mask = None
+    if mode.is_target_verify():
+        prefixes = forward_batch.seq_lens.tolist()
+        counts = [int(forward_batch.spec_info.draft_token_num)] * len(prefixes)
+        mask = getattr(forward_batch.spec_info, "custom_mask", None)
+    elif mode.is_decode():
+        prefixes = [length - 1 for length in forward_batch.seq_lens.tolist()]
+        counts = [1] * len(prefixes)
+    else:
+        prefixes = forward_batch.extend_prefix_lens.tolist()
+        counts = forward_batch.extend_seq_lens.tolist()
+    return _plan(
+        req_to_token, forward_batch.req_pool_indices, prefixes, counts, mask, mode.is_decode()
+    )
 
 
-def _allowed(span: RequestSpan, start: int, stop: int, visible: int) -> torch.Tensor | None:
-    """[stop - start, visible] bool pairs, or None where every pair is allowed."""
-    if span.mask is not None:
-        return span.mask[start:stop]
-    if stop - start == 1:
-        return None
-    return torch.ones(stop - start, visible, dtype=torch.bool).tril(span.prefix + start)
+def _plan(
+    req_to_token: torch.Tensor,
+    pool_rows: torch.Tensor,
+    prefixes: list[int],
+    counts: list[int],
+    mask: torch.Tensor | None,
+    decoding: bool,
+) -> ForwardPlan:
+    lengths = [prefix + 1 for prefix in prefixes] if decoding else prefixes
+    rows = pool_rows.tolist()
+    pieces = [req_to_token[row, :length] for row, length in zip(rows, lengths, strict=True)]
+    mask_sizes = [count * (prefix + count) for count, prefix in zip(counts, prefixes, strict=True)]
+    return ForwardPlan(
+        decoding=decoding,
+        counts=counts,
+        prefixes=prefixes,
+        qo_indptr=_bounds(counts),
+        kv_indptr=_bounds(lengths),
+        kv_indices=torch.cat(pieces).long(),
+        mask=mask,
+        mask_indptr=None if mask is None else _bounds(mask_sizes),
+    )
 
 
-def _host_list(host: Any, device: torch.Tensor) -> list[int]:
-    """Values as integers, from the host copy if SGLang made one."""
-    if host is None:
-        return device.tolist()
-    return host if isinstance(host, list) else host.tolist()
+def _bounds(sizes: list[int]) -> torch.Tensor:
+    """[len(sizes) + 1] int64 running sum from 0."""
+    return torch.tensor([0, *accumulate(sizes)])
+
+
+def _is_latent(keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether the pool holds MLA rows: the values are the front of the keys."""
+    return keys.shape[1] == 1 and keys.data_ptr() == values.data_ptr()
+
+
+def _refuse_unsupported(layer: Any) -> None:
+    window = layer.sliding_window_size is not None and layer.sliding_window_size > -1
+    if layer.is_cross_attention or window or layer.logit_cap:
+        raise NotImplementedError(
+            "attention on a plain CPU does not do cross attention, sliding windows or capped logits"
+        )
 
 
 def _install_backend() -> None:
@@ -246,7 +267,7 @@ def _backend_taken() -> bool:
 
 
 def _absorbed(attention: Any, forward_batch: Any) -> Any:
-    """Absorbed MLA for every forward: one arithmetic for prefill, chunks, prefix hits and verify."""
+    """The path of an MLA layer: always absorbed."""
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttnForwardMethod
 
     return AttnForwardMethod.MLA

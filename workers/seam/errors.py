@@ -2,8 +2,8 @@
 
 
 class SeamError(RuntimeError):
-    """SGLang is not what the seam relies on, or a change to it did not take. Names what and where."""
+    """SGLang is not what the seam relies on, or a change to it did not take. Says what."""
 
 
 class MissingKernelError(NotImplementedError):
-    """An op of SGLang's compiled kernel package was called on a CPU and nothing stands in for it."""
+    """An op of SGLang's compiled kernel package was called on a CPU; nothing stands in for it."""

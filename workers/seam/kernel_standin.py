@@ -1,8 +1,8 @@
-"""Stand-in for `sgl_kernel`, SGLang's compiled kernel package, which cannot be imported without libcuda.
+"""Stand-in for `sgl_kernel`, SGLang's compiled kernel package, which needs libcuda to be imported.
 
-Names resolve to a portable torch implementation where one exists (`portable/kernel_ops.py`) and else to
-a callable that raises `MissingKernelError`: importing a name is harmless, calling it is never silent.
-Installed as an import hook, before any import of the package; light until the package is asked for.
+Names resolve to a portable torch implementation where one exists (`portable/kernel_ops.py`) and
+else to a callable that raises `MissingKernelError`: importing a name is harmless, calling it is
+never silent. An import hook, put in place before any import of the package.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a change to SGLang is made of: a name, a reason, how it is made, and how to see that it took.
+"""A change to SGLang: its name, its reason, how it is made, and how to see that it took.
 
 SGLang logs and swallows a plugin's exceptions and skips hooks that it cannot apply, so every change
 carries its own proof, read back by `plugin.verify_installed`.

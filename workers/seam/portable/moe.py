@@ -11,10 +11,10 @@ from torch.nn import functional as F
 def moe_forward(
     layer: torch.nn.Module, x: torch.Tensor, topk_output: Any, moe_runner_config: Any
 ) -> torch.Tensor:
-    """Stands in for SGLang's `moe_forward_native`, which builds a module and several copies per expert.
+    """Stands in for SGLang's `moe_forward_native`, which builds a module and copies per expert.
 
     Args:
-        layer: holds `w13_weight` [experts, 2*width, hidden] and `w2_weight` [experts, hidden, width].
+        layer: has `w13_weight` [experts, 2*width, hidden], `w2_weight` [experts, hidden, width].
         x: [rows, hidden].
         topk_output: (weights [rows, k] float, expert ids [rows, k], router logits).
         moe_runner_config: SGLang's; only the SiLU-gated form without router weights on the input.

@@ -1,4 +1,4 @@
-"""Runs at the start of every Python process that inherits our PYTHONPATH (SGLang spawns such processes).
+"""Runs at the start of every Python process that inherits our PYTHONPATH (SGLang spawns such).
 
 Does nothing but in a process marked for the CPU. Chains to the sitecustomize it shadows, if any.
 """

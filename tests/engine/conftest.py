@@ -1,0 +1,57 @@
+"""Fixtures of the engine tests. The process is prepared before any test module imports SGLang."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from overstory.workers.environment import prepare_process
+
+prepare_process("cpu")
+
+if TYPE_CHECKING:
+    from harness import EngineHarness
+
+
+@pytest.fixture(scope="session")
+def pair() -> tuple[str, str]:
+    """Paths of the target and the drafter that the engine tests run."""
+    override = os.environ.get("OVERSTORY_TEST_PAIR")
+    if override:
+        root = Path(override)
+        return str(root / "target"), str(root / "drafter")
+    from overstory.workers.tiny.paths import resolve_model
+
+    return resolve_model("overstory-tiny"), resolve_model("overstory-tiny-drafter")
+
+
+@pytest.fixture(scope="session")
+def _engines() -> Iterator[dict[str, Any]]:
+    held: dict[str, Any] = {}
+    yield held
+    if held:
+        held["engine"].close()
+
+
+@pytest.fixture
+def engine(_engines: dict[str, Any], pair: tuple[str, str]) -> Callable[..., EngineHarness]:
+    """Gives the scheduler of the wanted ServerArgs: the one at hand, or a new one in its place.
+
+    Order tests by their arguments: each change costs some seconds.
+    """
+    from harness import EngineHarness
+
+    def get(**server_args: Any) -> EngineHarness:
+        if _engines.get("arguments") != server_args or not _engines["engine"].alive():
+            if _engines:
+                _engines.pop("engine").close()
+                _engines.clear()
+            _engines["engine"] = EngineHarness(pair[0], **server_args)
+            _engines["arguments"] = server_args
+        held: EngineHarness = _engines["engine"]
+        return held
+
+    return get
