@@ -57,6 +57,8 @@ _RESERVED: dict[str, str] = {
     "base_gpu_id": _PLACED,
     "gpu_id_step": _PLACED,
     "use_ray": _PLACED,
+    "stream_interval": "tokens are streamed step by step",
+    "incremental_streaming_output": "tokens are streamed step by step",
     "sampling_backend": _SAMPLER,
     "custom_sigquit_handler": "a rank ends alone and reports its cause",
     "skip_server_warmup": _WARM,

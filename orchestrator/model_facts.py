@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from overstory.orchestrator.errors import UserFault
+
 _DFLASH_ARCHITECTURE = "DFlashDraftModel"
 _DEFAULT_BLOCK_SIZE = 16  # SGLang's own, where a DFlash config names none.
 
 
-class PlanError(ValueError):
+class PlanError(UserFault, ValueError):
     """A deployment that cannot run as written. `problems` has one line for each fault."""
 
     def __init__(self, *problems: str) -> None:

@@ -46,18 +46,35 @@ class _Free:
         self.memory -= needs.memory * count
 
 
-def _spread(
-    free: Sequence[_Free], needs: RankNeeds, tp_size: int
-) -> list[tuple[_Free, int]] | None:
-    """The fewest nodes that take `tp_size` ranks in equal parts, the tightest fit first."""
-    for parts in (p for p in range(1, len(free) + 1) if tp_size % p == 0):
-        per_node = tp_size // parts
-        fitting = sorted(
-            (f for f in free if f.fits(needs) >= per_node), key=lambda f: f.fits(needs)
-        )
-        if len(fitting) >= parts:
-            return [(node, per_node) for node in fitting[:parts]]
-    return None
+def _place_replica(
+    free: Sequence[_Free], needs: RankNeeds, tp_size: int, parts: int
+) -> list[NodeShare] | None:
+    """One replica on `parts` nodes, the tightest that fit; None if there are not so many."""
+    count = tp_size // parts
+    fitting = sorted(
+        (room for room in free if room.fits(needs) >= count), key=lambda room: room.fits(needs)
+    )
+    if len(fitting) < parts:
+        return None
+    shares = []
+    for number, room in enumerate(fitting[:parts]):
+        room.take(needs, count)
+        first = number * count
+        shares.append(NodeShare(room.node.name, tuple(range(first, first + count))))
+    return shares
+
+
+def _place_all(
+    nodes: Sequence[NodeInventory], needs: RankNeeds, replicas: int, tp_size: int, parts: int
+) -> list[list[NodeShare]] | None:
+    free = [_Free(n, n.cpus, n.gpus, n.memory) for n in nodes]
+    placed = []
+    for _ in range(replicas):
+        shares = _place_replica(free, needs, tp_size, parts)
+        if shares is None:
+            return None
+        placed.append(shares)
+    return placed
 
 
 def _shortage(nodes: Sequence[NodeInventory], needs: RankNeeds, replicas: int, tp_size: int) -> str:
@@ -89,22 +106,14 @@ def place(
 ) -> list[list[NodeShare]]:
     """For each replica its shares, rank 0's first; ranks are numbered along the shares.
 
-    A replica stays on one node where it fits, else it is cut into equal parts over as few nodes as
-    possible.
+    Replicas stay on one node each where all of them can; else each is cut into the same number of
+    equal parts (Serve gives all replicas placement groups of one shape), as few as possible.
 
     Raises:
         PlanError: not enough CPUs, GPUs or memory, with every number in it.
     """
-    free = [_Free(n, n.cpus, n.gpus, n.memory) for n in nodes]
-    placed = []
-    for _ in range(replicas):
-        parts = _spread(free, needs, tp_size)
-        if parts is None:
-            raise PlanError(_shortage(nodes, needs, replicas, tp_size))
-        shares, first = [], 0
-        for room, count in parts:
-            room.take(needs, count)
-            shares.append(NodeShare(room.node.name, tuple(range(first, first + count))))
-            first += count
-        placed.append(shares)
-    return placed
+    for parts in (p for p in range(1, len(nodes) + 1) if tp_size % p == 0):
+        placed = _place_all(nodes, needs, replicas, tp_size, parts)
+        if placed is not None:
+            return placed
+    raise PlanError(_shortage(nodes, needs, replicas, tp_size))

@@ -38,6 +38,11 @@ class Plan:
     nodes: tuple[NodeInventory, ...]
     warnings: tuple[str, ...] = ()
 
+    @property
+    def nodes_per_replica(self) -> int:
+        """Nodes that one replica is cut over; the same for all."""
+        return len(self.replicas[0].shares)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for `--json`. Memory in bytes."""
         return {

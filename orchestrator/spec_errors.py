@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from overstory.orchestrator.engine_args import EngineArgError
+from overstory.orchestrator.errors import UserFault
 from pydantic import BaseModel, ValidationError
 
 
-class SpecError(ValueError):
+class SpecError(UserFault, ValueError):
     """A deployment that cannot be used. `problems` has one line for each fault."""
 
     def __init__(self, problems: Sequence[str]) -> None:

@@ -1,0 +1,215 @@
+"""The `overstory` command. Parses first and imports what a command needs only when it runs.
+
+Nothing heavy may be imported at module level: `--help` answers in well under a second.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from overstory.orchestrator.errors import UserFault
+
+if TYPE_CHECKING:
+    from overstory.orchestrator.inventory import NodeInventory
+
+app = typer.Typer(
+    name="overstory",
+    help="Serve MLA + MoE models with DDTree speculative decoding, over Ray and SGLang.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+File = Annotated[
+    Path, typer.Argument(help="Deployment file, for example clusters/local/deployment.yaml.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of the file, repeatable."),
+]
+Name = Annotated[str | None, typer.Option(help="Which deployment, where there are several.")]
+Endpoint = Annotated[
+    str | None, typer.Option(help="URL of the endpoint; that of the deployment if not given.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def _fail(message: str) -> NoReturn:
+    first, *rest = message.splitlines() or ["failed"]
+    print(f"error: {first}", *(f"  {line}" for line in rest), sep="\n", file=sys.stderr)
+    raise typer.Exit(1)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Faults that are the user's to mend end the command with their message, no traceback."""
+    try:
+        yield
+    except UserFault as fault:
+        _fail(str(fault))
+
+
+def _pretended_nodes(
+    nodes: int | None, gpus: int | None, cpus: int | None, memory_gib: float | None, gpu_gib: float
+) -> "list[NodeInventory]":
+    """The nodes to plan for: this machine, with what the options say instead."""
+    from dataclasses import replace
+
+    from overstory.orchestrator.inventory import local_inventory
+
+    here = local_inventory()
+    here = replace(
+        here,
+        cpus=here.cpus if cpus is None else float(cpus),
+        gpus=here.gpus if gpus is None else float(gpus),
+        memory=here.memory if memory_gib is None else memory_gib * 2**30,
+        gpu_memory=gpu_gib * 2**30 if gpu_gib else here.gpu_memory,
+    )
+    if nodes is None:
+        return [here]
+    return [replace(here, name=f"node-{number}") for number in range(nodes)]
+
+
+@app.command()
+def plan(
+    file: File,
+    overrides: Overrides = None,
+    nodes: Annotated[int | None, typer.Option(help="Plan for so many equal nodes.")] = None,
+    gpus: Annotated[int | None, typer.Option(help="GPUs of a node.")] = None,
+    cpus: Annotated[int | None, typer.Option(help="CPUs of a node.")] = None,
+    memory_gib: Annotated[float | None, typer.Option(help="Memory of a node.")] = None,
+    gpu_gib: Annotated[float, typer.Option(help="Memory of a GPU.")] = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """Show what would run where: ranks, memory, ports, engine flags. Needs no Ray and no GPU."""
+    import json
+
+    with _told():
+        from overstory.orchestrator.plan import make_plan
+        from overstory.orchestrator.plan_text import render_plan
+        from overstory.orchestrator.spec import load_spec
+
+        spec = load_spec(file, overrides or ())
+        made = make_plan(spec, _pretended_nodes(nodes, gpus, cpus, memory_gib, gpu_gib))
+        print(json.dumps(made.to_dict(), indent=1) if as_json else render_plan(made))
+
+
+@app.command()
+def deploy(
+    file: File,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option(help="Only show the plan for this machine.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds until it must be ready.")] = 600.0,
+) -> None:
+    """Deploy and wait until it generates. On failure nothing is left behind."""
+    if dry_run:
+        plan(file, overrides)
+        return
+    with _told():
+        from overstory.orchestrator.spec import load_spec
+
+        spec = load_spec(file, overrides or ())
+        # Ray is imported only after the file has been found good.
+        from overstory.orchestrator.deploy import deploy as run
+        from overstory.orchestrator.progress import Progress
+
+        record = run(spec, Progress(sys.stderr), timeout)
+        print(f"{record.name} is ready at {record.endpoint}")
+        print(f"  try: overstory generate 'def fibonacci(n):' --name {record.name}")
+
+
+@app.command()
+def down(name: Name = None) -> None:
+    """Take a deployment away: its actors, placement groups, ports, and our local Ray."""
+    with _told():
+        from overstory.orchestrator.deploy import take_down
+
+        take_down(name, lambda line: print(line, file=sys.stderr))
+
+
+@app.command()
+def status(
+    name: Name = None,
+    watch: Annotated[bool, typer.Option(help="Repeat every few seconds until Ctrl-C.")] = False,
+    every: Annotated[float, typer.Option(help="Seconds between two looks of --watch.")] = 2.0,
+    as_json: AsJson = False,
+) -> None:
+    """Replicas, ranks, steps per second, acceptance."""
+    with _told():
+        from overstory.orchestrator.status import show_status
+
+        show_status(name, as_json=as_json, every_s=every if watch else None)
+
+
+@app.command()
+def generate(
+    text: Annotated[str, typer.Argument(help="Prompt; `-` reads standard input.")],
+    name: Name = None,
+    endpoint: Endpoint = None,
+    model: Annotated[str | None, typer.Option(help="Model name; the served one if unset.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string, repeatable.")] = None,
+    chat: Annotated[bool, typer.Option(help="Send as a chat message.")] = False,
+) -> None:
+    """Stream one completion from the endpoint."""
+    with _told():
+        from overstory.orchestrator.generate import generate as run
+
+        body = {
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            **({"seed": seed} if seed is not None else {}),
+            **({"stop": stop} if stop else {}),
+            **({"model": model} if model else {}),
+        }
+        run(sys.stdin.read() if text == "-" else text, body, name, endpoint, chat)
+
+
+@app.command()
+def scale(
+    replicas: Annotated[int, typer.Argument(help="Replicas wanted.")],
+    name: Name = None,
+    timeout: Annotated[float, typer.Option(help="Seconds until they must be ready.")] = 600.0,
+) -> None:
+    """Change the number of replicas. Those that stay keep serving."""
+    with _told():
+        from overstory.orchestrator.progress import Progress
+        from overstory.orchestrator.scale import scale as run
+
+        run(name, replicas, Progress(sys.stderr), timeout)
+
+
+@app.command()
+def bench(
+    name: Name = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
+    modes: Annotated[str, typer.Option(help="Tree policies.")] = "plain,chain,tree-15,tree-31",
+    prompts: Annotated[int, typer.Option(help="Held-out prompts.")] = 16,
+    max_new_tokens: Annotated[int, typer.Option(help="New tokens of each.")] = 128,
+    concurrency: Annotated[str, typer.Option(help="Requests at a time.")] = "1,4",
+    temperature: Annotated[str, typer.Option(help="Temperatures.")] = "0,1",
+    rounds: Annotated[int, typer.Option(help="Times that each row is measured.")] = 3,
+) -> None:
+    """Measure plain, chain and tree decoding through the endpoint, interleaved in one run."""
+    with _told():
+        from overstory.orchestrator.bench import parse_settings, run_bench
+
+        settings = parse_settings(modes, prompts, max_new_tokens, concurrency, temperature, rounds)
+        run_bench(name, settings, json_file)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

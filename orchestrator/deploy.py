@@ -1,0 +1,256 @@
+"""Deploying and taking down: the acts behind `overstory deploy` and `overstory down`.
+
+```
+nodes        which Ray (or a local one of our own), what its nodes offer
+placement    plan, port and name checked; application handed to Serve
+weights      ranks import SGLang and load            | a failure here: cause of death of the rank,
+warm-up      schedulers up, gateway proves itself    | then everything is taken away again
+first token  /ready says that it has generated
+```
+"""
+
+import contextlib
+import time
+from collections.abc import Callable
+
+from overstory.orchestrator import client, cluster, local_ray, serving
+from overstory.orchestrator.cluster import Cluster
+from overstory.orchestrator.errors import UserFault
+from overstory.orchestrator.inventory import local_inventory
+from overstory.orchestrator.model_facts import PlanError
+from overstory.orchestrator.plan import Plan, make_plan
+from overstory.orchestrator.progress import Progress, describe_ranks
+from overstory.orchestrator.spec import DeploymentSpec
+from overstory.orchestrator.state import (
+    DeploymentRecord,
+    LocalRayRecord,
+    changing_state,
+    read_state,
+)
+
+_POLL_S = 0.5
+
+
+class DeployError(UserFault, RuntimeError):
+    """The deployment did not come up; the message is for the user."""
+
+
+def endpoint_of(spec: DeploymentSpec) -> str:
+    """URL at which a client on the head node reaches the endpoint."""
+    anywhere = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+    return f"http://{anywhere.get(spec.gateway.host, spec.gateway.host)}:{spec.gateway.port}"
+
+
+def deploy(spec: DeploymentSpec, progress: Progress, timeout_s: float) -> DeploymentRecord:
+    """Deploys `spec` and waits until it has generated.
+
+    An identical deployment that is up is left as it is.
+
+    Raises:
+        PlanError: it cannot run on these nodes.
+        DeployError: a fault on the way; everything started has been taken away again.
+    """
+    used, started = _nodes(spec, progress)
+    try:
+        cluster.connect(used.address)
+        serving.quiet_serve_logs()
+        known = _already_up(spec, used)
+        if known is not None:
+            progress.tell("first token", f"{spec.name} is up already at {known.endpoint}")
+            return known
+        plan = _check(spec, used, progress)
+    except BaseException:
+        cluster.disconnect()
+        _stop_own_ray(started)
+        raise
+    record = _remember(spec, plan, used)
+    try:
+        serving.start_app(spec, plan.nodes_per_replica)
+        _await_ready(record, spec, progress, timeout_s)
+    except BaseException as error:
+        cause = f"interrupted: {error!r}" if isinstance(error, KeyboardInterrupt) else str(error)
+        with contextlib.suppress(Exception):
+            take_down(record.name)
+        raise DeployError(cause) from error
+    finally:
+        cluster.disconnect()
+    return record
+
+
+def _nodes(spec: DeploymentSpec, progress: Progress) -> tuple[Cluster, LocalRayRecord | None]:
+    """The Ray to use, and the record of ours if it was started just now."""
+    state = read_state()
+    found = cluster.find_cluster(state.local_ray)
+    if found is not None:
+        progress.tell("nodes", f"using {found.describe()}")
+        return found, None
+    here = local_inventory()
+    make_plan(spec, [here])  # Faults are told before a Ray is started for nothing.
+    progress.tell("nodes", "no Ray is running: starting a local one")
+    with changing_state() as state:
+        started = local_ray.start_local_ray(int(here.cpus), int(here.gpus))
+        state.local_ray = started
+    own = Cluster(started.address, "own")
+    progress.tell("nodes", f"using {own.describe()}, files in {started.folder}")
+    return own, started
+
+
+def _already_up(spec: DeploymentSpec, used: Cluster) -> DeploymentRecord | None:
+    """The record of the same deployment if it is up.
+
+    Raises:
+        DeployError: its name or its route is taken by something else.
+    """
+    names = serving.app_names()
+    if spec.name in names:
+        known = read_state().deployments.get(spec.name)
+        same = known is not None and known.spec == spec.model_dump()
+        if same and known is not None and client.ready(known.endpoint)[0]:
+            return known
+        what = "is up but not ready" if same else "is up with other settings"
+        raise DeployError(
+            f"name: a deployment {spec.name!r} {what} on {used.describe()}; "
+            f"run `overstory down --name {spec.name}` first, or choose another name"
+        )
+    if names:
+        raise DeployError(
+            f"name: Serve on {used.describe()} runs {', '.join(names)} already and one endpoint "
+            "serves one deployment; take that down or use another Ray"
+        )
+    return None
+
+
+def _check(spec: DeploymentSpec, used: Cluster, progress: Progress) -> Plan:
+    """The plan on these nodes, with the endpoint's port free."""
+    nodes = cluster.ray_inventory()
+    if used.origin == "own":
+        nodes = [local_inventory()]
+    plan = make_plan(spec, nodes)
+    for warning in plan.warnings:
+        progress.tell("nodes", f"warning: {warning}")
+    total = sum(node.cpus for node in nodes), sum(node.gpus for node in nodes)
+    progress.tell("nodes", f"{len(nodes)} nodes with {total[0]:g} CPUs and {total[1]:g} GPUs free")
+    _check_port(spec)
+    where = ", ".join(sorted({share.node for r in plan.replicas for share in r.shares}))
+    progress.tell("placement", f"{spec.replicas} x {spec.tp_size} ranks on {where}")
+    return plan
+
+
+def _check_port(spec: DeploymentSpec) -> None:
+    host, port = spec.gateway.host, spec.gateway.port
+    if serving.serve_running():
+        if serving.serve_address() != (host, port):
+            there = "{}:{}".format(*serving.serve_address())
+            raise DeployError(
+                f"gateway.port: Serve runs on this Ray already and listens on {there}, not on "
+                f"{host}:{port}; set gateway.host and gateway.port to that"
+            )
+        return
+    reason = serving.port_free_on_head(host, port)
+    if reason is not None:
+        raise DeployError(
+            f"gateway.port: {host}:{port} cannot be used ({reason}); choose another with "
+            "`--set gateway.port=...` or end what listens there"
+        )
+
+
+def _remember(spec: DeploymentSpec, plan: Plan, used: Cluster) -> DeploymentRecord:
+    record = DeploymentRecord(
+        name=spec.name,
+        endpoint=endpoint_of(spec),
+        ray_address=used.address,
+        spec=spec.model_dump(),
+        nodes_per_replica=plan.nodes_per_replica,
+        serve_started=not serving.serve_running(),
+    )
+    with changing_state() as state:
+        state.deployments[spec.name] = record
+    return record
+
+
+def _await_ready(
+    record: DeploymentRecord, spec: DeploymentSpec, progress: Progress, timeout_s: float
+) -> None:
+    """Until the endpoint has generated.
+
+    Raises:
+        DeployError: Serve gave up, or `timeout_s` passed.
+    """
+    deadline = time.monotonic() + timeout_s
+    expected = spec.replicas * spec.tp_size
+    phase, what = "placement", "handed to Serve"
+    while True:
+        is_ready, reason = client.ready(record.endpoint)
+        if is_ready:
+            progress.tell("first token", f"generated; {record.endpoint} is ready")
+            return
+        status = serving.app_status(record.name)
+        if status is not None and status.failed:
+            raise DeployError(failure_text(status.message))
+        phase, what = describe_ranks(serving.ask_ranks(record.name, "phase", 2.0), expected)
+        progress.tell(phase, what)
+        if time.monotonic() > deadline:
+            raise DeployError(
+                f"not ready within {timeout_s:.0f} s: {phase}, {what}; the endpoint says: {reason}"
+            )
+        time.sleep(_POLL_S)
+
+
+def failure_text(message: str) -> str:
+    """What went wrong, out of Serve's message: the rank's cause of death where there is one."""
+    lines = message.splitlines()
+    for number, line in enumerate(lines):
+        at = line.find("rank ")
+        if at >= 0 and " died (exit code" in line:
+            return "\n".join([line[at:], *lines[number + 1 :]])
+    return message.strip() or "Serve gives no reason; see its logs"
+
+
+def take_down(name: str | None, say: Callable[[str], None] = lambda _: None) -> None:
+    """Removes a deployment with everything that was started for it.
+
+    Args:
+        name: which; the only one if not given.
+        say: told what has been removed.
+
+    Raises:
+        StateError: there is no such deployment.
+        StillThere, LocalRayError: something would not go.
+    """
+    state = read_state()
+    record = state.pick(name)
+    own = state.local_ray if state.local_ray and _is_ours(state.local_ray, record) else None
+    others = [d for d in state.deployments.values() if d.name != record.name]
+    if cluster.reachable(record.ray_address):
+        cluster.connect(record.ray_address)
+        try:
+            serving.quiet_serve_logs()
+            serving.remove_app(record.name)
+            say(f"deployment {record.name}: application, ranks and placement groups removed")
+            if record.serve_started and not serving.app_names():
+                serving.remove_serve()
+        finally:
+            cluster.disconnect()
+    else:
+        say(f"deployment {record.name}: the Ray at {record.ray_address} is gone")
+    with changing_state() as state:
+        state.deployments.pop(record.name, None)
+    if own is not None and all(d.ray_address != own.address for d in others):
+        _stop_own_ray(own)
+        say(f"local Ray in {own.folder}: ended and removed")
+
+
+def _is_ours(own: LocalRayRecord, record: DeploymentRecord) -> bool:
+    return own.address == record.ray_address
+
+
+def _stop_own_ray(own: LocalRayRecord | None) -> None:
+    if own is None:
+        return
+    local_ray.stop_local_ray(own)
+    with changing_state() as state:
+        if state.local_ray == own:
+            state.local_ray = None
+
+
+__all__ = ["DeployError", "PlanError", "deploy", "endpoint_of", "failure_text", "take_down"]

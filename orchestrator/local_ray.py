@@ -1,0 +1,146 @@
+"""A Ray of our own on this machine, where there is none: own ports, own temp folder.
+
+`ray start --block` holds it, so that one signal to one process ends all of it. `ray stop` would end
+every Ray on the machine and is never used.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from overstory.orchestrator.errors import UserFault
+from overstory.orchestrator.local_process import LocalProcess
+from overstory.orchestrator.state import LocalRayRecord
+from overstory.workers.rank import process_start_ticks
+
+START_TIMEOUT_S = 90.0
+STOP_TIMEOUT_S = 45.0  # Ray drains a node for up to 30 s.
+OBJECT_STORE_BYTES = 200_000_000
+_POLL_S = 0.05
+
+
+class LocalRayError(UserFault, RuntimeError):
+    """Our local Ray did not start or did not stop."""
+
+
+def free_port() -> int:
+    """A TCP port that is free now on the loopback interface."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _start_command(folder: Path, cpus: int, gpus: int) -> list[str]:
+    # Every port that Ray would else take at a fixed number, beside another Ray, is given or drawn.
+    return [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+        *("--node-ip-address=127.0.0.1", f"--port={free_port()}", f"--temp-dir={folder}"),
+        *("--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"),
+        f"--ray-client-server-port={free_port()}",
+        *("--include-dashboard=false", "--no-monitor", "--disable-usage-stats"),
+        *(f"--num-cpus={cpus}", f"--num-gpus={gpus}"),
+        f"--object-store-memory={OBJECT_STORE_BYTES}",
+    ]
+
+
+def start_local_ray(cpus: int, gpus: int) -> LocalRayRecord:
+    """Starts it and waits until it has an address.
+
+    Raises:
+        LocalRayError: it ended or gave no address in time; the message has its last words.
+    """
+    # Not the user's TMPDIR: Unix socket paths below it may not exceed 107 characters.
+    folder = Path(tempfile.mkdtemp(prefix="overstory-ray-", dir="/tmp"))
+    environment = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "RAY_TMPDIR")}
+    log = folder / "start.log"
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            _start_command(folder, cpus, gpus),
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    record = LocalRayRecord(
+        address="",
+        folder=str(folder),
+        host=socket.gethostname(),
+        pid=process.pid,
+        started=process_start_ticks(process.pid),
+    )
+    try:
+        address = _await_address(process, folder)
+    except BaseException as error:
+        words = " | ".join(log.read_text().splitlines()[-5:])
+        stop_local_ray(record)
+        if isinstance(error, LocalRayError):
+            raise LocalRayError(f"{error}: {words}") from None
+        raise
+    return LocalRayRecord(**{**record.__dict__, "address": address})
+
+
+def _await_address(process: subprocess.Popen[bytes], folder: Path) -> str:
+    """Ray writes the address when the node is up."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    file = folder / "ray_current_cluster"
+    while time.monotonic() < deadline:
+        with contextlib.suppress(FileNotFoundError):
+            if address := file.read_text().strip():
+                return address
+        if process.poll() is not None:
+            raise LocalRayError(f"the local Ray ended at once (exit code {process.returncode})")
+        time.sleep(_POLL_S)
+    raise LocalRayError(f"the local Ray was not up within {START_TIMEOUT_S:.0f} s")
+
+
+def local_ray_process(record: LocalRayRecord) -> LocalProcess:
+    """The process that holds it."""
+    return LocalProcess(record.host, record.pid, record.started)
+
+
+def is_running(record: LocalRayRecord) -> bool:
+    """Whether the process that holds it lives on this machine."""
+    return local_ray_process(record).alive()
+
+
+def stop_local_ray(record: LocalRayRecord) -> None:
+    """Ends it with everything it started, and removes its folder. Fine if it is gone already.
+
+    Raises:
+        LocalRayError: some of its processes could not be ended.
+    """
+    holder = local_ray_process(record)
+    if holder.alive():
+        os.kill(record.pid, signal.SIGTERM)
+        if not holder.wait_gone(STOP_TIMEOUT_S):
+            holder.kill()
+    left = _processes_of(record.folder)
+    for process in left:
+        process.kill()
+    stuck = [p.pid for p in left if not p.wait_gone(5.0)]
+    if stuck:
+        raise LocalRayError(f"processes of the local Ray in {record.folder} would not end: {stuck}")
+    shutil.rmtree(record.folder, ignore_errors=True)
+
+
+def _processes_of(folder: str) -> list[LocalProcess]:
+    """Processes of this machine that run for the Ray in `folder`: it is in their command lines or
+    environment (Ray workers carry its socket paths)."""
+    needle = folder.encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            if needle in (entry / "cmdline").read_bytes():
+                pid = int(entry.name)
+                found.append(LocalProcess(socket.gethostname(), pid, process_start_ticks(pid)))
+    return found

@@ -1,0 +1,174 @@
+"""What deploy, status and down do to Ray Serve and to our named actors. Needs a connected Ray."""
+
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from overstory.orchestrator.app import build_app, http_options
+from overstory.orchestrator.errors import UserFault
+from overstory.orchestrator.rank_group import CONTROL, NAMESPACE, call
+from overstory.orchestrator.spec import DeploymentSpec
+from ray import serve
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+CALL_TIMEOUT_S = 10.0
+GONE_TIMEOUT_S = 60.0
+_POLL_S = 0.2
+
+
+class StillThere(UserFault):
+    """Something of a deployment would not go."""
+
+
+@dataclass(frozen=True)
+class AppStatus:
+    """How Serve sees the application. `replicas` counts states by deployment."""
+
+    status: str
+    message: str
+    replicas: Mapping[str, Mapping[str, int]]
+
+    @property
+    def failed(self) -> bool:
+        """Whether Serve has given up, or lost what it had."""
+        return self.status in ("DEPLOY_FAILED", "UNHEALTHY")
+
+
+def quiet_serve_logs() -> None:
+    """Serve tells a driver about every step; we tell the user ourselves."""
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+
+
+def serve_running() -> bool:
+    """Whether Serve runs on this Ray."""
+    try:
+        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+    except ValueError:
+        return False
+    return True
+
+
+def serve_address() -> tuple[str, int]:
+    """Host and port that the running Serve listens on."""
+    config = serve.context._get_global_client().http_config
+    return config.host, config.port
+
+
+def app_names() -> list[str]:
+    """Applications of the running Serve; empty if it does not run."""
+    return list(serve.status().applications) if serve_running() else []
+
+
+def port_free_on_head(host: str, port: int) -> str | None:
+    """Why the endpoint cannot listen on the head node; None if it can."""
+    head = next(n for n in ray.nodes() if n["Alive"] and "node:__internal_head__" in n["Resources"])
+    strategy = NodeAffinitySchedulingStrategy(head["NodeID"], soft=False)
+    probe = ray.remote(why_not_bindable).options(num_cpus=0, scheduling_strategy=strategy)
+    return ray.get(probe.remote(host, port), timeout=60)
+
+
+def why_not_bindable(host: str, port: int) -> str | None:
+    """Why this machine cannot listen at `host:port`; None if it can."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        # As servers do: a port whose old connections are still closing is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return None
+
+
+def start_app(spec: DeploymentSpec, nodes_per_replica: int) -> None:
+    """Hands the application to Serve and returns; Serve brings it up meanwhile."""
+    serve.start(proxy_location="HeadOnly", http_options=http_options(spec))
+    serve.run_many(
+        [serve.RunTarget(build_app(spec, nodes_per_replica), name=spec.name, route_prefix="/")],
+        wait_for_ingress_deployment_creation=False,
+        wait_for_applications_running=False,
+    )
+
+
+def app_status(name: str) -> AppStatus | None:
+    """None if Serve does not know the application (or does not run)."""
+    if not serve_running():
+        return None
+    app = serve.status().applications.get(name)
+    if app is None:
+        return None
+    messages = [app.message, *(d.message for d in app.deployments.values())]
+    replicas = {
+        deployment: {str(getattr(k, "value", k)): v for k, v in overview.replica_states.items()}
+        for deployment, overview in app.deployments.items()
+    }
+    return AppStatus(app.status.value, "\n".join(m for m in messages if m), replicas)
+
+
+def actor_names(deployment: str) -> list[str]:
+    """Named actors of a deployment: its ranks and its controller."""
+    prefix = f"overstory/{deployment}/"
+    listed = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(
+        row["name"]
+        for row in listed
+        if row["namespace"] == NAMESPACE and row["name"].startswith(prefix)
+    )
+
+
+def ask_ranks(deployment: str, method: str, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
+    """Answers of a control method of all ranks, by actor name; the silent are left out."""
+    refs = {}
+    for name in actor_names(deployment):
+        if "/rank-" in name:
+            with contextlib.suppress(ValueError):  # Gone since it was listed.
+                actor = ray.get_actor(name, namespace=NAMESPACE)
+                refs[call(actor, CONTROL, method)] = name
+    if not refs:
+        return {}
+    done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
+    answers = {}
+    for ref in done:
+        with contextlib.suppress(RayError):
+            answers[refs[ref]] = ray.get(ref)
+    return answers
+
+
+def remove_app(name: str) -> None:
+    """Deletes the application, then whatever of its named actors outlived it.
+
+    Raises:
+        StillThere: some of it is still there after `GONE_TIMEOUT_S`.
+    """
+    if name in app_names():
+        serve.delete(name)
+    for actor_name in actor_names(name):
+        with contextlib.suppress(ValueError):
+            ray.kill(ray.get_actor(actor_name, namespace=NAMESPACE), no_restart=True)
+    deadline = time.monotonic() + GONE_TIMEOUT_S
+    while left := actor_names(name) or _placement_groups(name):
+        if time.monotonic() > deadline:
+            raise StillThere(f"still there {GONE_TIMEOUT_S:.0f} s after removal: {left}")
+        time.sleep(_POLL_S)
+
+
+def _placement_groups(name: str) -> list[str]:
+    """Placement groups of the application's replicas that Ray still holds (Serve names them)."""
+    table = ray.util.placement_group_table()
+    return [
+        row["placement_group_id"]
+        for row in table.values()
+        if row["state"] != "REMOVED" and f"{name}#Replica#" in str(row["name"])
+    ]
+
+
+def remove_serve() -> None:
+    """Shuts Serve down on this Ray: proxies and its controller."""
+    if serve_running():
+        serve.shutdown()
