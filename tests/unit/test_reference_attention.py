@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-
 from overstory.kernels.reference import (
     Tree,
     chain_tree,

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 from chi_square import p_value
-
 from overstory.kernels.reference import (
     Tree,
     ancestor_matrix,
