@@ -1,0 +1,75 @@
+"""The Serve application of a deployment: a gateway before its replicas."""
+
+from typing import Any
+
+from overstory.orchestrator.gateway import Gateway
+from overstory.orchestrator.replica import Replica
+from overstory.orchestrator.replica_setup import bundles
+from overstory.orchestrator.spec import DeploymentSpec
+from ray import serve
+from ray.serve import Application, Deployment
+from ray.serve.schema import LoggingConfig
+
+_UNBOUNDED = 1_000_000
+"""Requests that Serve lets through to one process: the gateway's own admission is the limit.
+Serve's default is 5."""
+
+_QUIET = LoggingConfig(enable_access_log=False)
+
+
+def build_app(spec: DeploymentSpec, nodes_per_replica: int = 1) -> Application:
+    """What `serve.run` deploys.
+
+    Args: spec: the deployment. nodes_per_replica: 1 keeps a replica on one node; more cuts it into
+        equal parts, one per node.
+    """
+    replicas = replica_deployment(Replica, spec, nodes_per_replica)
+    return with_gateway(spec, replicas.bind(spec, nodes_per_replica))
+
+
+def replica_deployment(
+    replica: type, spec: DeploymentSpec, nodes_per_replica: int = 1
+) -> Deployment:
+    """A class with the methods of `Replica` under Serve's settings of a replica."""
+    return serve.deployment(
+        replica,
+        name="Replica",
+        num_replicas=spec.replicas,
+        ray_actor_options={"num_cpus": 0},
+        placement_group_bundles=bundles(spec, nodes_per_replica),
+        placement_group_strategy="STRICT_PACK" if nodes_per_replica == 1 else "STRICT_SPREAD",
+        max_ongoing_requests=_UNBOUNDED,
+        health_check_period_s=2,
+        health_check_timeout_s=30,
+        graceful_shutdown_timeout_s=30,
+        graceful_shutdown_wait_loop_s=0.5,
+        max_constructor_retry_count=1,
+        logging_config=_QUIET,
+    )
+
+
+def with_gateway(spec: DeploymentSpec, replicas: Application) -> Application:
+    """A gateway before any replicas that have `generate` and `limits`."""
+    gateway = serve.deployment(
+        serve.ingress()(Gateway),
+        name="Gateway",
+        num_replicas=1,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=_UNBOUNDED,
+        health_check_period_s=5,
+        graceful_shutdown_timeout_s=5,
+        graceful_shutdown_wait_loop_s=0.5,
+        logging_config=_QUIET,
+    )
+    return gateway.bind(spec, replicas)
+
+
+def http_options(spec: DeploymentSpec) -> dict[str, Any]:
+    """For `serve.start(http_options=...)`. The proxy's time-out is only a net under the gateway's
+    own."""
+    return {
+        "host": spec.gateway.host,
+        "port": spec.gateway.port,
+        "request_timeout_s": spec.gateway.request_timeout_s + 30,
+        "keep_alive_timeout_s": 75,
+    }

@@ -1,0 +1,204 @@
+"""The HTTP routes. Thin: parse, hand to the service, put its pieces into OpenAI's shapes."""
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from overstory.orchestrator import openai_errors, openai_responses
+from overstory.orchestrator.http_layers import BodyGuard, RequestIds
+from overstory.orchestrator.openai_errors import ApiError
+from overstory.orchestrator.openai_protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
+from overstory.orchestrator.openai_responses import ChatShape, Choice, CompletionShape
+from overstory.orchestrator.service import EndpointService, Job, Piece, RunningRequest
+from starlette.exceptions import HTTPException
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+Shape = CompletionShape | ChatShape
+
+
+class Json(Response):
+    """JSON as `json_bytes` writes it."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """The body."""
+        return openai_responses.json_bytes(content)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; `close` is awaited however the stream ends, a vanished client
+    included."""
+
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(
+            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._close()
+
+
+def build_http_app(service: EndpointService, max_body_bytes: int) -> FastAPI:
+    """The endpoint as an ASGI application."""
+    app = FastAPI(title="Overstory", description="OpenAI-compatible endpoint")
+    _add_error_handlers(app)
+    _add_state_routes(app, service)
+    _add_generation_routes(app, service)
+    app.add_middleware(BodyGuard, max_bytes=max_body_bytes)
+    app.add_middleware(RequestIds)
+    return app
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    async def api_error(_: Request, error: Any) -> Response:
+        return _error(error)
+
+    async def invalid(_: Request, error: Any) -> Response:
+        return _error(openai_errors.from_validation(error.errors()))
+
+    async def http_error(request: Request, error: Any) -> Response:
+        detail = f"{request.method} {request.url.path}: {error.detail}"
+        return _error(ApiError(error.status_code, detail, headers=error.headers))
+
+    app.add_exception_handler(ApiError, api_error)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http_error)
+
+
+def _add_state_routes(app: FastAPI, service: EndpointService) -> None:
+    created = int(time.time())
+
+    @app.get("/health")
+    async def health() -> Response:
+        """The endpoint is alive; that says nothing of the replicas."""
+        return Json({"status": "alive"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """A generation through the whole path has succeeded and nothing has cast doubt on it
+        since."""
+        if not service.readiness.ready:
+            raise openai_errors.unavailable(f"Not ready: {service.readiness.reason}", "not_ready")
+        return Json({"status": "ready"})
+
+    @app.get("/v1/models")
+    async def list_models() -> Response:
+        """The one model that is served."""
+        context = service.limits.context_tokens
+        return Json(openai_responses.models(service.served_name, created, context))
+
+    @app.get("/v1/models/{name:path}")
+    async def get_model(name: str) -> Response:
+        """That model by name."""
+        if name != service.served_name:
+            raise openai_errors.model_not_found(name, service.served_name)
+        return Json(openai_responses.model(name, created, service.limits.context_tokens))
+
+
+def _add_generation_routes(app: FastAPI, service: EndpointService) -> None:
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest) -> Response:
+        """Complete prompts."""
+        job = await service.plan_completion(body)
+        return await _answer(service, job, body, CompletionShape)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatCompletionRequest) -> Response:
+        """Answer a conversation."""
+        job = await service.plan_chat(body)
+        return await _answer(service, job, body, ChatShape)
+
+
+async def _answer(
+    service: EndpointService,
+    job: Job,
+    body: GenerationRequest,
+    shape_of: Callable[[str, str, int], Shape],
+) -> Response:
+    request_id = uuid.uuid4().hex
+    shape = shape_of(request_id, service.served_name, int(time.time()))
+    running = await service.open(job, request_id)
+    if body.stream:
+        return await _stream(running, job, body.include_usage, shape)
+    try:
+        return Json(await _whole(running, job, shape))
+    finally:
+        await running.aclose()
+
+
+async def _whole(running: RunningRequest, job: Job, shape: Shape) -> dict[str, Any]:
+    texts = [[prefix] for prefix in job.prefixes] or [[] for _ in job.plans]
+    reasons: dict[int, openai_responses.FinishReason] = {}
+    async for piece in running.pieces():
+        texts[piece.index].append(piece.text)
+        if piece.finish_reason is not None:
+            reasons[piece.index] = piece.finish_reason
+    choices = [Choice("".join(text), reasons[index]) for index, text in enumerate(texts)]
+    return shape.whole(choices, running.usage)
+
+
+async def _stream(
+    running: RunningRequest, job: Job, include_usage: bool, shape: Shape
+) -> EventStream:
+    """A stream whose first piece is there already: until then an error still has a status of its
+    own."""
+    pieces = running.pieces()
+    try:
+        first = await anext(pieces)
+    except BaseException:
+        await running.aclose()
+        raise
+    events = _events(first, pieces, running, job, include_usage, shape)
+    return EventStream(events, running.aclose)
+
+
+async def _events(
+    first: Piece,
+    rest: AsyncIterator[Piece],
+    running: RunningRequest,
+    job: Job,
+    include_usage: bool,
+    shape: Shape,
+) -> AsyncIterator[bytes]:
+    opened: set[int] = set()
+    try:
+        async for piece in _chain(first, rest):
+            text = piece.text
+            if piece.index not in opened:
+                opened.add(piece.index)
+                text = (job.prefixes[piece.index] if job.prefixes else "") + text
+                opening = shape.first(piece.index)
+                if opening is not None:
+                    yield openai_responses.stream_json(opening, include_usage)
+            chunk = shape.delta(piece.index, text, piece.finish_reason)
+            yield openai_responses.stream_json(chunk, include_usage)
+    except ApiError as error:
+        yield openai_responses.error_event(error)
+        return
+    if include_usage:
+        yield openai_responses.sse(shape.usage(running.usage))
+    yield openai_responses.DONE
+
+
+async def _chain(first: Piece, rest: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
+    yield first
+    async for piece in rest:
+        yield piece
+
+
+def _error(error: ApiError) -> Response:
+    return Json(error.body(), status_code=error.status, headers=error.headers)

@@ -1,0 +1,118 @@
+"""The Serve ingress: the endpoint with replicas of this deployment behind it.
+
+The one module of the gateway that touches Ray. Imports neither torch nor SGLang, so a gateway is
+up in seconds and answers `/health` while replicas load.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import FastAPI
+from overstory.orchestrator.admission import Admission
+from overstory.orchestrator.endpoint import build_http_app
+from overstory.orchestrator.engine_errors import EngineBusy, EngineDead, RequestRefused
+from overstory.orchestrator.generation import EngineRefused, ReplicaLost, TokenChunk
+from overstory.orchestrator.journal import GenerateCall
+from overstory.orchestrator.model_facts import read_target
+from overstory.orchestrator.readiness import Readiness
+from overstory.orchestrator.service import EndpointService, ServiceLimits
+from overstory.orchestrator.spec import DeploymentSpec
+from overstory.orchestrator.tokenizer import load_tokenizer
+from overstory.workers.tiny.paths import resolve_model
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+logger = logging.getLogger(__name__)
+
+
+class ReplicaBackend:
+    """Tokens from whichever replica Serve picks."""
+
+    def __init__(self, replicas: DeploymentHandle) -> None:
+        self._stream = replicas.options(stream=True)
+        self._call = replicas
+
+    async def generate(self, call: GenerateCall) -> AsyncGenerator[TokenChunk, None]:
+        """See `Backend.generate`. Closing cancels the replica's call, which aborts in its
+        engine."""
+        response = self._stream.generate.remote(call)
+        try:
+            async for chunk in response:
+                yield chunk
+        except RequestRefused as error:
+            raise EngineRefused(_cause(error), 400) from error
+        except EngineBusy as error:
+            raise EngineRefused(_cause(error), 503) from error
+        except (EngineDead, RayError, RayServeException) as error:
+            raise ReplicaLost(_cause(error)) from error
+        finally:
+            response.cancel()
+
+    async def limits(self) -> dict[str, int]:
+        """`Replica.limits` of one replica; raises what Ray raises."""
+        return await self._call.limits.remote()
+
+
+class Gateway:
+    """One gateway process; a plain class that `app` makes a Serve ingress."""
+
+    def __init__(self, spec: DeploymentSpec, replicas: DeploymentHandle) -> None:
+        gateway, model_dir = spec.gateway, resolve_model(spec.model)
+        self._backend = ReplicaBackend(replicas)
+        context = spec.engine.get("context_length") or read_target(model_dir).max_positions
+        self._service = EndpointService(
+            spec.served_model_name,
+            load_tokenizer(model_dir, bool(spec.engine.get("trust_remote_code"))),
+            self._backend,
+            Admission(gateway.max_concurrent_requests * spec.replicas, gateway.max_queued_requests),
+            Readiness(self._prove, self._look),
+            ServiceLimits(context, gateway.request_timeout_s),
+        )
+        self._max_body_bytes = gateway.max_body_bytes
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Called by Serve after the constructor."""
+        app = build_http_app(self._service, self._max_body_bytes)
+        app.router.lifespan_context = self._lifespan
+        return app
+
+    async def snapshot(self) -> dict[str, Any]:
+        """What runs here, for status and tests."""
+        service = self._service
+        return {
+            "ready": service.readiness.ready,
+            "reason": service.readiness.reason,
+            "running": service.admission.running,
+            "queued": service.admission.queued,
+            "sequences": len(service.journal),
+            "ended": service.journal.ended(),
+        }
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: FastAPI) -> AsyncGenerator[None, None]:
+        watch = asyncio.get_running_loop().create_task(self._service.readiness.watch())
+        try:
+            yield
+        finally:
+            watch.cancel()
+
+    async def _prove(self) -> None:
+        """Learn the engine's limits, then generate as a request would."""
+        limits = await self._backend.limits()
+        self._service.limits = ServiceLimits(
+            limits["context_tokens"], self._service.limits.request_timeout_s
+        )
+        await self._service.prove()
+
+    async def _look(self) -> None:
+        await self._backend.limits()
+
+
+def _cause(error: BaseException) -> str:
+    """What happened, without Ray's traceback text where the error carries its own words."""
+    cause = getattr(error, "cause", None) or error
+    return str(cause).strip() or type(cause).__name__

@@ -1,0 +1,199 @@
+"""One request in the gateway: its choices run at once on the replicas, and come out as pieces of
+text.
+
+Knows tokens, text and the journal; knows neither HTTP nor Ray (a `Backend` is handed in), so tests
+drive it as it is.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from overstory.orchestrator.journal import GenerateCall, Journal, JournalEntry
+from overstory.orchestrator.openai_responses import FinishReason, Usage
+from overstory.orchestrator.sampling import Sampling
+from overstory.orchestrator.text import Decode, TextStream
+
+
+class ReplicaLost(Exception):
+    """The replica that served a sequence is gone, with the cause."""
+
+
+class EngineRefused(Exception):
+    """The engine ended a sequence that nobody here aborted, with its reason; `status` is the HTTP
+    status it names."""
+
+    def __init__(self, message: str, status: int = 500) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """Tokens that one step of the engine committed to one sequence.
+
+    `finish` is SGLang's finish reason with the last chunk, None before: `{"type": "stop",
+    "matched": id}`, `{"type": "length", ...}` or `{"type": "abort", "message": ...}`.
+    """
+
+    ids: list[int]
+    finish: dict[str, Any] | None = None
+
+
+class Backend(Protocol):
+    """Where tokens come from."""
+
+    def generate(self, call: GenerateCall) -> AsyncGenerator[TokenChunk, None]:
+        """Chunks up to one with a finish reason; closing the generator early aborts the sequence.
+
+        Raises:
+            ReplicaLost: as the class says.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChoicePlan:
+    """What one choice of a request generates from; `prompt` numbers the request's prompts."""
+
+    prompt: int
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text of one choice that is certain; the last piece of a choice has its finish reason."""
+
+    index: int
+    text: str
+    finish_reason: FinishReason | None = None
+
+
+class Generation:
+    """The choices of one request.
+
+    Iterate once, then `aclose`, whatever happened: both are safe to repeat, and closing early
+    aborts in the engine.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        plans: Sequence[ChoicePlan],
+        stops: Sequence[str],
+        *,
+        backend: Backend,
+        decode: Decode,
+        journal: Journal,
+        deadline_s: float,
+    ) -> None:
+        """`deadline_s` is on the event loop's clock."""
+        self._request_id = request_id
+        self._plans = plans
+        self._stops = stops
+        self._backend = backend
+        self._decode = decode
+        self._journal = journal
+        self._deadline_s = deadline_s
+        self._entries: list[JournalEntry] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._pieces: asyncio.Queue[Piece | BaseException] = asyncio.Queue()
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far; a prompt counts once, however many choices it has."""
+        prompts = {plan.prompt: len(plan.prompt_ids) for plan in self._plans}
+        generated = sum(len(entry.committed) for entry in self._entries)
+        return Usage(sum(prompts.values()), generated)
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Pieces of all choices as they come.
+
+        Raises:
+            TimeoutError: the deadline has passed.
+            ReplicaLost, EngineRefused: from the first choice that fails; the others are aborted.
+        """
+        self._start()
+        unfinished = len(self._plans)
+        while unfinished:
+            async with asyncio.timeout_at(self._deadline_s):
+                piece = await self._pieces.get()
+            if isinstance(piece, BaseException):
+                raise piece
+            unfinished -= piece.finish_reason is not None
+            yield piece
+
+    async def aclose(self) -> None:
+        """Abort what still runs and close the journal."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        for entry in self._entries:
+            self._journal.close(entry, "aborted")  # only those that have not ended
+
+    def _start(self) -> None:
+        loop = asyncio.get_running_loop()
+        for index, plan in enumerate(self._plans):
+            entry = self._journal.open(
+                f"{self._request_id}-{index}", plan.prompt_ids, plan.sampling, loop.time()
+            )
+            self._entries.append(entry)
+            self._tasks.append(loop.create_task(self._run(index, entry)))
+
+    async def _run(self, index: int, entry: JournalEntry) -> None:
+        """Feed one choice's pieces, or what ended it, into the queue."""
+        try:
+            async with aclosing(self._backend.generate(entry.call())) as chunks:
+                await self._follow(index, entry, chunks)
+        except Exception as error:
+            self._journal.close(entry, "failed")
+            self._pieces.put_nowait(error)
+
+    async def _follow(
+        self, index: int, entry: JournalEntry, chunks: AsyncIterator[TokenChunk]
+    ) -> None:
+        stream = TextStream(self._decode, self._stops)
+        async for chunk in chunks:
+            shown, reason = _shown(chunk)
+            step = stream.feed(shown)
+            if step.stop is not None:
+                entry.commit(shown[: step.used])
+                self._finish(index, entry, step.text, "stop")
+                return
+            entry.commit(chunk.ids)
+            if reason is not None:
+                rest = stream.finish()
+                self._finish(index, entry, step.text + rest.text, "stop" if rest.stop else reason)
+                return
+            if step.text:
+                self._pieces.put_nowait(Piece(index, step.text))
+        raise ReplicaLost("the replica's answer ended before the sequence did")
+
+    def _finish(self, index: int, entry: JournalEntry, text: str, reason: FinishReason) -> None:
+        self._journal.close(entry, reason)
+        self._pieces.put_nowait(Piece(index, text, reason))
+
+
+def _shown(chunk: TokenChunk) -> tuple[list[int], FinishReason | None]:
+    """The ids whose text counts, and OpenAI's finish reason; a stop token is no part of the
+    text."""
+    if chunk.finish is None:
+        return chunk.ids, None
+    kind = chunk.finish.get("type")
+    if kind == "length":
+        return chunk.ids, "length"
+    if kind == "stop":
+        matched = chunk.finish.get("matched")
+        ends_so = bool(chunk.ids) and chunk.ids[-1] == matched
+        return (chunk.ids[:-1] if ends_so else chunk.ids), "stop"
+    raise EngineRefused(
+        str(chunk.finish.get("message") or chunk.finish),
+        int(chunk.finish.get("status_code") or 500),
+    )

@@ -1,0 +1,115 @@
+"""ASGI layers around the routes. Plain ASGI: a client's disconnect must reach the route as a
+cancellation."""
+
+import json
+import uuid
+from typing import Any
+
+from overstory.orchestrator import openai_errors, openai_responses
+from overstory.orchestrator.openai_errors import ApiError
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+REQUEST_ID = "x-request-id"
+
+
+class RequestIds:
+    """Gives each answer an `x-request-id`: the client's own, or a new one.
+
+    Behind Serve's proxy a request always carries one, and the proxy puts it on the answer.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http" or REQUEST_ID in Headers(scope=scope):
+            await self._app(scope, receive, send)
+            return
+
+        async def tagged(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = uuid.uuid4().hex
+            await send(message)
+
+        await self._app(scope, receive, tagged)
+
+
+class BodyGuard:
+    """Reads bodies whole before the routes see them.
+
+    Answers 413 to one of more than `max_bytes`, by its declared length or while it comes in, and
+    400 to JSON with half a surrogate pair in it: Python reads it, but no UTF-8 can carry it, and
+    pydantic raises on it.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
+            await self._app(scope, receive, send)
+            return
+        body = await self._read(scope, receive)
+        if body is None:
+            await _send_error(send, openai_errors.body_too_large(self._max_bytes))
+            return
+        if _has_half_a_pair(body):
+            await _send_error(send, openai_errors.invalid("The body holds half a surrogate pair"))
+            return
+        await self._app(scope, _replay(body, receive), send)
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+        """The whole body, or None when it is too large or the client has left."""
+        declared = Headers(scope=scope).get("content-length", "")
+        if declared.isdigit() and int(declared) > self._max_bytes:
+            return None
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                return None
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self._max_bytes:
+                return None
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+
+def _has_half_a_pair(body: bytes) -> bool:
+    if b"\\ud" not in body and b"\\uD" not in body:
+        return False
+    try:
+        json.dumps(json.loads(body), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    except (ValueError, RecursionError):
+        return False  # not JSON: the routes say so
+    return False
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives `body` once, then what comes after it (a disconnect)."""
+    pending: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replayed() -> Message:
+        return pending.pop() if pending else await receive()
+
+    return replayed
+
+
+async def _send_error(send: Send, error: ApiError) -> None:
+    body = openai_responses.json_bytes(error.body())
+    # No "connection: close": the server would close on a client that is still sending, which then
+    # never reads the answer.
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

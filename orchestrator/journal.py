@@ -1,0 +1,91 @@
+"""The gateway's record of every sequence in flight: all that another replica would need to go on
+with it.
+
+Pure. A sequence is its prompt, its sampling (seed included) and the tokens committed so far; the
+sampler's noise is a function of seed and absolute position, so those three determine the rest of
+the text.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from overstory.orchestrator.sampling import Sampling
+
+Outcome = Literal["stop", "length", "aborted", "failed"]
+"""How a sequence ended: `stop` and `length` are OpenAI's, `aborted` is the client's doing,
+`failed` is ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """One call of a replica: go on after `input_ids`. `rid` is unique among the sequences in
+    flight."""
+
+    rid: str
+    input_ids: tuple[int, ...]
+    sampling: Sampling
+
+
+@dataclass(slots=True)
+class JournalEntry:
+    """One sequence. `started_s` is on the clock of whoever opens it."""
+
+    rid: str
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    started_s: float
+    committed: list[int] = field(default_factory=list)
+    outcome: Outcome | None = None
+
+    def commit(self, ids: Sequence[int]) -> None:
+        """Tokens that the engine has decided for good."""
+        assert self.outcome is None, f"{self.rid} ended ({self.outcome}) and still got tokens"
+        self.committed.extend(ids)
+        assert len(self.committed) <= self.sampling.max_new_tokens, (
+            f"{self.rid}: {len(self.committed)} tokens of {self.sampling.max_new_tokens}"
+        )
+
+    def call(self) -> GenerateCall:
+        """The call that produces what is still missing, from the start or after a loss."""
+        assert self.outcome is None, f"{self.rid} ended ({self.outcome})"
+        return GenerateCall(
+            rid=self.rid,
+            input_ids=(*self.prompt_ids, *self.committed),
+            sampling=self.sampling.after(len(self.committed)),
+        )
+
+
+class Journal:
+    """Entries in flight, by request id, and counts of those that ended."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, JournalEntry] = {}
+        self._ended: dict[Outcome, int] = {"stop": 0, "length": 0, "aborted": 0, "failed": 0}
+
+    def open(
+        self, rid: str, prompt_ids: Sequence[int], sampling: Sampling, now_s: float
+    ) -> JournalEntry:
+        """Start a sequence."""
+        assert rid not in self._open, f"{rid} is in flight already"
+        entry = JournalEntry(rid, tuple(prompt_ids), sampling, now_s)
+        self._open[rid] = entry
+        return entry
+
+    def close(self, entry: JournalEntry, outcome: Outcome) -> None:
+        """End a sequence; a second end is ignored, the first is the cause."""
+        if entry.outcome is not None:
+            return
+        entry.outcome = outcome
+        self._ended[outcome] += 1
+        del self._open[entry.rid]
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[JournalEntry]:
+        return iter(self._open.values())
+
+    def ended(self) -> dict[Outcome, int]:
+        """How many sequences ended in each way since the start."""
+        return dict(self._ended)

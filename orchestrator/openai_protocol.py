@@ -1,0 +1,285 @@
+"""What clients may ask: OpenAI's completions and chat completions, with the sampling fields that
+SGLang adds.
+
+Every field is either honoured, harmless, or refused by name; none is dropped in silence. A field
+that cannot be honoured yet passes at the value that means "off", since clients like to send those.
+SGLang's own types (`sglang.srt.entrypoints.openai.protocol`) would cost the gateway 20 s and 0.9
+GB of imports.
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+MAX_CHOICES = 128
+"""Most sequences that one request may ask for."""
+MAX_STOPS = 16
+"""Most stop strings of a request (OpenAI allows 4)."""
+
+HARMLESS = frozenset(
+    {
+        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+        "prompt_cache_retention", "parallel_tool_calls",
+    }
+)  # fmt: skip
+"""Accepted and of no effect on the text."""
+
+_OFF: dict[str, tuple[Any, ...]] = {
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_tokens": (0,),
+    "best_of": (1,),
+    "suffix": ("",),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+    "regex": (),
+    "ebnf": (),
+    "json_schema": (),
+    "stop_regex": (),
+    "no_stop_trim": (False,),
+    "skip_special_tokens": (True,),
+    "lora_path": (),
+    "return_hidden_states": (False,),
+}
+"""Known fields that are not supported yet, with the values besides null that ask for nothing."""
+
+
+def field_error(param: str, reason: str, code: str = "invalid_value") -> PydanticCustomError:
+    """A finding about one field, for `openai_errors.from_validation`."""
+    context = {"param": param, "reason": reason, "code": code}
+    return PydanticCustomError("request_field", "{param}: {reason}", context)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class StreamOptions(_Strict):
+    """Options of a streamed answer."""
+
+    include_usage: bool = False
+    """End with a chunk that has no choices and the usage."""
+
+    include_obfuscation: bool = False
+    """Accepted; no padding is sent."""
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class GenerationRequest(_Strict):
+    """Fields that both endpoints share."""
+
+    model: str
+    """The served model's name."""
+
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    """0 takes the most probable token."""
+
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling."""
+
+    top_k: int = Field(default=-1, ge=-1)
+    """Sample among the k most probable tokens; -1 or 0 for all."""
+
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Sample among tokens at least this probable, relative to the most probable."""
+
+    seed: int | None = None
+    """The same seed and request give the same text. Unset: a random one."""
+
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    """Choices per prompt."""
+
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] = []
+    """Strings that end the text; they are not part of it."""
+
+    stop_token_ids: list[TokenId] = []
+    """Token ids that end the text besides the model's own."""
+
+    ignore_eos: bool = False
+    """Go on past the model's end tokens, to max_tokens (for load tests)."""
+
+    stream: bool = False
+    """Send text as it is generated, as server-sent events."""
+
+    stream_options: StreamOptions | None = None
+    """Only with stream."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sort_fields(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        kept: dict[str, Any] = {}
+        for name, value in data.items():
+            if name in cls.model_fields:
+                if value is not None or cls.model_fields[name].is_required():
+                    kept[name] = value
+            elif value is not None and name not in HARMLESS:
+                _refuse_unless_off(name, value, cls)
+        return kept
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> "GenerationRequest":
+        if self.stream_options is not None and not self.stream:
+            raise field_error("stream_options", "stream_options is only allowed with stream: true")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of `POST /v1/completions`."""
+
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    """A text, several texts, the token ids of one prompt, or those of several."""
+
+    max_tokens: int = Field(default=16, ge=1)
+    """Most tokens to generate per choice."""
+
+    echo: bool = False
+    """Put the prompt's text before the completion."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_prompt(cls, data: Any) -> Any:
+        prompt = data.get("prompt") if isinstance(data, Mapping) else None
+        if prompt is not None and not _is_prompt(prompt):
+            raise field_error(
+                "prompt",
+                "prompt must be a string, a list of strings, a list of token ids, or a list of "
+                "lists of token ids, and not empty",
+            )
+        return data
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """The prompts as a list, texts or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
+
+
+class TextPart(_Strict):
+    """A piece of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(_Strict):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_empty(cls, data: Any) -> Any:
+        """Clients send an assistant's answer back with its empty fields (`refusal`, `tool_calls`,
+        ...)."""
+        if not isinstance(data, Mapping):
+            return data
+        return {
+            name: value
+            for name, value in data.items()
+            if name in cls.model_fields or value not in (None, [], {})
+        }
+
+    def for_template(self) -> dict[str, str]:
+        """The message as chat templates expect it; `developer` is OpenAI's later name of
+        `system`."""
+        content = self.content
+        if not isinstance(content, str):
+            content = "".join(part.text for part in content)
+        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        return message if self.name is None else {**message, "name": self.name}
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    """The conversation so far."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Older name of max_completion_tokens."""
+
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens to generate per choice. Unset: what the context leaves."""
+
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables for the model's chat template."""
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> "ChatCompletionRequest":
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise field_error(
+                "max_tokens", "max_tokens and max_completion_tokens differ; set only the latter"
+            )
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        """Most new tokens, if the client set any limit."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+def _refuse_unless_off(name: str, value: Any, request: type[BaseModel]) -> None:
+    if name in _OFF:
+        if not any(
+            value == off and isinstance(value, bool) == isinstance(off, bool) for off in _OFF[name]
+        ):
+            raise field_error(
+                name, f"{name} is not supported by this server", "unsupported_parameter"
+            )
+        return
+    near = difflib.get_close_matches(name, [*request.model_fields, *_OFF], n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise field_error(name, f"Unrecognized request argument: {name}{hint}", "unknown_parameter")
+
+
+def _is_prompt(prompt: Any) -> bool:
+    if isinstance(prompt, str):
+        return True
+    if not isinstance(prompt, list) or not prompt:
+        return False
+    if all(isinstance(part, str) for part in prompt):
+        return True
+    if all(_is_token(part) for part in prompt):
+        return True
+    return all(isinstance(part, list) and part and all(map(_is_token, part)) for part in prompt)
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,0 +1,66 @@
+"""From a deployment to what its replicas' engines are started with, and what they can take.
+
+Reads model configs; imports Ray (through `rank_group`) but starts nothing.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from overstory.orchestrator.engine_flags import resolve_engine
+from overstory.orchestrator.rank_group import RankPlan
+from overstory.orchestrator.spec import DeploymentSpec
+from overstory.workers.ddtree import POLICY_ENV
+
+
+def rank_plan(spec: DeploymentSpec, replica: str, nodes: int = 1) -> RankPlan:
+    """How the ranks of one replica are launched; `replica` is unique per incarnation."""
+    resources = spec.resources
+    per_node = spec.tp_size // nodes
+    return RankPlan(
+        deployment=spec.name,
+        replica=replica,
+        tp_size=spec.tp_size,
+        device=resources.device,
+        cpus_per_rank=resources.cpus_per_rank,
+        gpus_per_rank=resources.gpus,
+        threads=resources.threads,
+        bundles=tuple(rank // per_node for rank in range(spec.tp_size)),
+        environment={POLICY_ENV: str(resolve_engine(spec).policy)},
+        lease_timeout_s=spec.control.lease_timeout_s,
+    )
+
+
+def bundles(spec: DeploymentSpec, nodes: int = 1) -> list[dict[str, float]]:
+    """A replica's placement group: one bundle per node with that node's ranks.
+
+    Raises:
+        ValueError: `nodes` does not divide the ranks.
+    """
+    if spec.tp_size % nodes:
+        raise ValueError(
+            f"engine.tp_size: {spec.tp_size} ranks do not fall into equal parts for {nodes} nodes"
+        )
+    ranks = spec.tp_size // nodes
+    bundle = {"CPU": spec.resources.cpus_per_rank * ranks}
+    if spec.resources.gpus:
+        bundle["GPU"] = spec.resources.gpus * ranks
+    return [dict(bundle) for _ in range(nodes)]
+
+
+def engine_limits(info: Mapping[str, Any], page_size: int) -> dict[str, int]:
+    """What the engine takes without clipping it, in tokens.
+
+    SGLang shortens `max_new_tokens` in silence to what its context and its KV pool hold
+    (`Scheduler.init_req_max_new_tokens`) and takes prompts below `max_req_input_len`, which is 5
+    less than its longest request.
+
+    Args:
+        info: a scheduler's init info: `max_req_input_len`, `max_total_num_tokens`.
+        page_size: of the KV pool.
+    """
+    longest = info["max_req_input_len"] + 5 - 1
+    pool = info["max_total_num_tokens"] // page_size * page_size - page_size - 1
+    return {
+        "context_tokens": min(longest, pool),
+        "prompt_tokens": info["max_req_input_len"] - 1,
+    }

@@ -1,0 +1,287 @@
+"""What the endpoint does with a parsed request: checks, tokens, a slot, the generation.
+
+Knows neither HTTP nor Ray; `endpoint` puts HTTP around it, `gateway` puts it into Serve.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from overstory.orchestrator import openai_errors
+from overstory.orchestrator.admission import Admission, QueueFull, Slot
+from overstory.orchestrator.generation import (
+    Backend,
+    ChoicePlan,
+    EngineRefused,
+    Generation,
+    Piece,
+    ReplicaLost,
+)
+from overstory.orchestrator.journal import Journal
+from overstory.orchestrator.openai_errors import ApiError
+from overstory.orchestrator.openai_protocol import (
+    MAX_CHOICES,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
+from overstory.orchestrator.openai_responses import Usage
+from overstory.orchestrator.readiness import Readiness
+from overstory.orchestrator.sampling import Sampling, choice_seeds, draw_seed, fold_seed
+from overstory.orchestrator.tokenizer import ChatTemplateError, Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_LONG_TEXT_CHARS = 20_000  # above this, tokenizing would hold up the event loop for milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLimits:
+    """`context_tokens`: prompt and completion together. `request_timeout_s`: waiting included."""
+
+    context_tokens: int
+    request_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request, checked and in tokens. `prefixes` is text to put before each choice (`echo`)."""
+
+    plans: tuple[ChoicePlan, ...]
+    stops: tuple[str, ...]
+    prefixes: tuple[str, ...]
+
+
+class RunningRequest:
+    """A request that holds a slot. Iterate `pieces` once, then `aclose`, whatever happened."""
+
+    def __init__(self, generation: Generation, slot: Slot, service: "EndpointService") -> None:
+        self._generation = generation
+        self._slot = slot
+        self._service = service
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        return self._generation.usage
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Text as it comes.
+
+        Raises:
+            ApiError: whatever went wrong, in the client's terms.
+        """
+        try:
+            async for piece in self._generation.pieces():
+                yield piece
+        except Exception as error:
+            raise self._service.api_error(error) from error
+
+    async def aclose(self) -> None:
+        """Abort what still runs and give the slot back."""
+        try:
+            await self._generation.aclose()
+        finally:
+            self._slot.release()
+
+
+class EndpointService:
+    """Everything behind the routes. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        served_name: str,
+        tokenizer: Tokenizer,
+        backend: Backend,
+        admission: Admission,
+        readiness: Readiness,
+        limits: ServiceLimits,
+    ) -> None:
+        self.served_name = served_name
+        self.readiness = readiness
+        self.limits = limits
+        self.journal = Journal()
+        self.admission = admission
+        self._tokenizer = tokenizer
+        self._backend = backend
+
+    async def plan_completion(self, request: CompletionRequest) -> Job:
+        """Check and tokenize `POST /v1/completions`."""
+        self._check_servable(request)
+        prompts = request.prompts
+        if len(prompts) * request.n > MAX_CHOICES:
+            raise openai_errors.invalid(
+                f"{len(prompts)} prompts with n={request.n} make more than {MAX_CHOICES} choices",
+                "n",
+            )
+        ids = [await self._prompt_ids(prompt) for prompt in prompts]
+        prefixes: list[str] = []
+        if request.echo:
+            texts = [
+                prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+                for prompt in prompts
+            ]
+            prefixes = [text for text in texts for _ in range(request.n)]
+        return self._job(request, ids, request.max_tokens, "prompt", tuple(prefixes))
+
+    async def plan_chat(self, request: ChatCompletionRequest) -> Job:
+        """Check, render and tokenize `POST /v1/chat/completions`."""
+        self._check_servable(request)
+        messages = [message.for_template() for message in request.messages]
+        try:
+            text = self._tokenizer.render_chat(messages, **request.chat_template_kwargs)
+        except ChatTemplateError as error:
+            raise openai_errors.invalid(str(error), "messages") from error
+        ids = await self._encode(text, special=False, param="messages")
+        return self._job(request, [ids], request.limit, "messages", ())
+
+    async def open(self, job: Job, request_id: str) -> RunningRequest:
+        """A slot and a generation that has not begun.
+
+        Raises: ApiError: 429 when the queue is full, 503 when nothing can generate, 504 when the
+            wait was too long.
+        """
+        deadline_s = asyncio.get_running_loop().time() + self.limits.request_timeout_s
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                slot = await self.admission.acquire()
+        except (QueueFull, TimeoutError) as error:
+            raise self.api_error(error) from error
+        generation = Generation(
+            request_id,
+            job.plans,
+            job.stops,
+            backend=self._backend,
+            decode=self._tokenizer.decode,
+            journal=self.journal,
+            deadline_s=deadline_s,
+        )
+        return RunningRequest(generation, slot, self)
+
+    async def prove(self) -> None:
+        """Generate a token through the same path as a request, beside the queue."""
+        plan = ChoicePlan(0, self._proof_ids(), Sampling(seed=0, max_new_tokens=2, temperature=0.0))
+        loop = asyncio.get_running_loop()
+        generation = Generation(
+            f"proof-{draw_seed():x}",
+            [plan],
+            (),
+            backend=self._backend,
+            decode=self._tokenizer.decode,
+            journal=self.journal,
+            deadline_s=loop.time() + self.limits.request_timeout_s,
+        )
+        try:
+            async for _ in generation.pieces():
+                pass
+        finally:
+            await generation.aclose()
+
+    def api_error(self, error: BaseException) -> ApiError:
+        """What a failure is to a client; a lost replica also puts readiness in doubt."""
+        match error:
+            case ApiError():
+                return error
+            case QueueFull():
+                return openai_errors.queue_full(str(error), error.retry_after_s)
+            case TimeoutError():
+                return openai_errors.timed_out(self.limits.request_timeout_s)
+            case ReplicaLost():
+                self.readiness.doubt(str(error))
+                return openai_errors.unavailable(
+                    f"The replica that served this request was lost: {error}", "replica_lost"
+                )
+            case EngineRefused() if 400 <= error.status < 500:
+                return openai_errors.invalid(str(error), code="refused_by_engine")
+            case EngineRefused():
+                return openai_errors.internal(f"The engine ended the request: {error}")
+            case _:
+                logger.error("a request failed", exc_info=error)
+                return openai_errors.internal(f"{type(error).__name__}: {error}")
+
+    def _check_servable(self, request: GenerationRequest) -> None:
+        if request.model != self.served_name:
+            raise openai_errors.model_not_found(request.model, self.served_name)
+        if not self.readiness.ready:
+            raise openai_errors.unavailable(
+                f"No replica is ready: {self.readiness.reason}", "not_ready"
+            )
+        try:
+            self.admission.refuse_if_full()
+        except QueueFull as error:
+            raise self.api_error(error) from error
+
+    async def _prompt_ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return await self._encode(prompt, special=True, param="prompt")
+        worst = max(prompt)
+        if worst >= self._tokenizer.vocab_size:
+            raise openai_errors.invalid(
+                f"prompt: token id {worst} is not below the vocabulary's "
+                f"{self._tokenizer.vocab_size}",
+                "prompt",
+            )
+        return tuple(prompt)
+
+    async def _encode(self, text: str, special: bool, param: str) -> tuple[int, ...]:
+        least = len(text) // self._tokenizer.max_token_chars
+        if least > self.limits.context_tokens:  # refused without the work of tokenizing it
+            raise openai_errors.context_exceeded(least, 0, self.limits.context_tokens, param)
+        if len(text) > _LONG_TEXT_CHARS:
+            ids = await asyncio.to_thread(self._tokenizer.encode, text, special)
+        else:
+            ids = self._tokenizer.encode(text, special)
+        if not ids:
+            raise openai_errors.invalid(f"{param}: has no tokens", param)
+        return tuple(ids)
+
+    def _job(
+        self,
+        request: GenerationRequest,
+        prompts: Sequence[tuple[int, ...]],
+        max_new: int | None,
+        param: str,
+        prefixes: tuple[str, ...],
+    ) -> Job:
+        self._check_stop_ids(request)
+        plans: list[ChoicePlan] = []
+        for number, ids in enumerate(prompts):
+            new = self._new_tokens(len(ids), max_new, param)
+            seed = draw_seed() if request.seed is None else fold_seed(request.seed)
+            for choice_seed in choice_seeds(seed, request.n):
+                plans.append(ChoicePlan(number, ids, _sampling(request, choice_seed, new)))
+        return Job(tuple(plans), request.stops, prefixes)
+
+    def _new_tokens(self, prompt: int, wanted: int | None, param: str) -> int:
+        context = self.limits.context_tokens
+        if prompt >= context:
+            raise openai_errors.context_exceeded(prompt, 0, context, param)
+        if wanted is not None and prompt + wanted > context:
+            raise openai_errors.context_exceeded(prompt, wanted, context, param)
+        return context - prompt if wanted is None else wanted
+
+    def _check_stop_ids(self, request: GenerationRequest) -> None:
+        worst = max(request.stop_token_ids, default=0)
+        if worst >= self._tokenizer.vocab_size:
+            raise openai_errors.invalid(
+                f"stop_token_ids: {worst} is not below the vocabulary's "
+                f"{self._tokenizer.vocab_size}",
+                "stop_token_ids",
+            )
+
+    def _proof_ids(self) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode("1", True)) or (0,)
+
+
+def _sampling(request: GenerationRequest, seed: int, max_new_tokens: int) -> Sampling:
+    return Sampling(
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k or -1,
+        min_p=request.min_p,
+        stop_token_ids=tuple(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+    )

@@ -1,0 +1,113 @@
+import asyncio
+
+import pytest
+from overstory.orchestrator.admission import Admission, QueueFull, Slot
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def _settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_runs_the_limit_queues_the_next_refuses_the_rest_in_order() -> None:
+    async def scenario() -> None:
+        admission = Admission(2, 2)
+        first, second = await admission.acquire(), await admission.acquire()
+        order: list[str] = []
+
+        async def wait(name: str) -> Slot:
+            slot = await admission.acquire()
+            order.append(name)
+            return slot
+
+        third = asyncio.create_task(wait("third"))
+        fourth = asyncio.create_task(wait("fourth"))
+        await _settle()
+        assert (admission.running, admission.queued) == (2, 2)
+        with pytest.raises(QueueFull):
+            await admission.acquire()
+        first.release()
+        await _settle()
+        assert order == ["third"]
+        second.release()
+        await _settle()
+        assert order == ["third", "fourth"]
+        assert (admission.running, admission.queued) == (2, 0)
+        for task in (third, fourth):
+            task.result().release()
+        assert admission.running == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_slot_is_given_back_once() -> None:
+    async def scenario() -> None:
+        admission = Admission(1, 0)
+        slot = await admission.acquire()
+        slot.release()
+        slot.release()
+        assert admission.running == 0
+        await admission.acquire()
+        with pytest.raises(QueueFull):
+            await admission.acquire()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("granted", [False, True])
+def test_a_waiter_who_leaves_loses_no_place(granted: bool) -> None:
+    """Cancelled in the queue, or in the moment between being called and waking up."""
+
+    async def scenario() -> None:
+        admission = Admission(1, 2)
+        slot = await admission.acquire()
+        leaver = asyncio.create_task(admission.acquire())
+        stayer = asyncio.create_task(admission.acquire())
+        await _settle()
+        if granted:
+            slot.release()
+        leaver.cancel()
+        await _settle()
+        if not granted:
+            assert admission.queued == 1
+            slot.release()
+        (await stayer).release()
+        assert (admission.running, admission.queued) == (0, 0)
+
+    asyncio.run(scenario())
+
+
+def test_retry_after_follows_the_pace_and_the_queue() -> None:
+    async def scenario() -> None:
+        clock = Clock()
+        admission = Admission(1, 5, clock)
+        for _ in range(50):
+            slot = await admission.acquire()
+            clock.now += 4.0
+            slot.release()
+        await admission.acquire()
+        waits = [admission.retry_after_s()]
+        for _ in range(5):
+            asyncio.create_task(admission.acquire())  # noqa: RUF006
+            await _settle()
+            waits.append(admission.retry_after_s())
+        assert waits == [4, 8, 12, 16, 20, 24]
+        with pytest.raises(QueueFull) as full:
+            await admission.acquire()
+        assert full.value.retry_after_s == 24
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("concurrent", "queued", "key"), [(0, 1, "concurrent"), (1, -1, "queued")])
+def test_senseless_limits_are_refused_by_name(concurrent: int, queued: int, key: str) -> None:
+    with pytest.raises(ValueError, match=f"gateway.max_{key}_requests"):
+        Admission(concurrent, queued)

@@ -1,0 +1,199 @@
+from typing import Any
+
+import pytest
+from overstory.orchestrator.openai_errors import ApiError, from_validation
+from overstory.orchestrator.openai_protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
+from pydantic import ValidationError
+
+USER = {"role": "user", "content": "hi"}
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return CompletionRequest.model_validate({"model": "m", "prompt": "p", **fields})
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    return ChatCompletionRequest.model_validate({"model": "m", "messages": [USER], **fields})
+
+
+def refusal(kind: type[GenerationRequest], **fields: Any) -> ApiError:
+    base = {"prompt": "p"} if kind is CompletionRequest else {"messages": [USER]}
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate({"model": "m", **base, **fields})
+    return from_validation(caught.value.errors())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
+)
+def test_prompts_in_every_form(prompt: Any, prompts: Any) -> None:
+    assert completion(prompt=prompt).prompts == prompts
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [[], [[]], [1, "a"], ["a", 1], [[1], "a"], [True], [-1], [1.5], 7, {"a": 1}, [[1], []]],
+)
+def test_prompts_in_no_form_are_refused_by_name(prompt: Any) -> None:
+    error = refusal(CompletionRequest, prompt=prompt)
+    assert (error.status, error.param) == (400, "prompt")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", "ten"),
+        ("max_tokens", 1.5),
+        ("max_tokens", True),
+        ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("temperature", "hot"),
+        ("temperature", float("nan")),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("min_p", 1.5),
+        ("n", 0),
+        ("n", 129),
+        ("seed", "lucky"),
+        ("seed", 1.5),
+        ("stop", ""),
+        ("stop", [""]),
+        ("stop", ["x"] * 17),
+        ("stop_token_ids", ["a"]),
+        ("stream", "yes"),
+        ("stream", 1),
+        ("model", 3),
+        ("echo", "no"),
+        ("ignore_eos", 0),
+    ],
+)
+def test_wrong_values_are_refused_by_name(field: str, value: Any) -> None:
+    error = refusal(CompletionRequest, **{field: value})
+    assert (error.status, error.param) == (400, field) or error.param == f"{field}.0"
+    assert field in error.message
+
+
+@pytest.mark.parametrize("model", [{}, {"model": None}])
+def test_a_model_must_be_named(model: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate({"prompt": "p", **model})
+    assert from_validation(caught.value.errors()).param == "model"
+
+
+@pytest.mark.parametrize(
+    ("field", "asking", "off"),
+    [
+        ("logprobs", 1, None),
+        ("logprobs", True, False),
+        ("logprobs", 0, None),
+        ("logit_bias", {"1": 2}, {}),
+        ("presence_penalty", 0.5, 0.0),
+        ("frequency_penalty", -1, 0),
+        ("repetition_penalty", 1.1, 1.0),
+        ("response_format", {"type": "json_object"}, {"type": "text"}),
+        ("tools", [{"type": "function"}], []),
+        ("tool_choice", "required", "auto"),
+        ("best_of", 2, 1),
+        ("suffix", "x", ""),
+        ("regex", "a+", None),
+        ("min_tokens", 3, 0),
+        ("skip_special_tokens", False, True),
+    ],
+)
+def test_what_cannot_be_done_yet_is_refused_unless_it_asks_for_nothing(
+    field: str, asking: Any, off: Any
+) -> None:
+    for kind in (CompletionRequest, ChatCompletionRequest):
+        error = refusal(kind, **{field: asking})
+        assert (error.param, error.code) == (field, "unsupported_parameter")
+    completion(**{field: off})
+    chat(**{field: off})
+
+
+def test_an_unknown_field_is_named_with_the_nearest_known_one() -> None:
+    error = refusal(CompletionRequest, max_token=3)
+    assert (error.param, error.code) == ("max_token", "unknown_parameter")
+    assert "max_tokens" in error.message
+
+
+def test_harmless_fields_and_nulls_pass() -> None:
+    completion(user="u", metadata={"a": "b"}, store=True, seed=None, stop=None, top_k=0)
+    chat(max_tokens=None, safety_identifier="x", parallel_tool_calls=True)
+
+
+def test_stops_are_a_tuple() -> None:
+    assert completion(stop="x").stops == ("x",)
+    assert completion(stop=["x", "y"]).stops == ("x", "y")
+    assert completion().stops == ()
+
+
+def test_stream_options_only_with_stream() -> None:
+    assert (
+        refusal(CompletionRequest, stream_options={"include_usage": True}).param == "stream_options"
+    )
+    assert completion(stream=True, stream_options={"include_usage": True}).include_usage
+    assert not completion(stream=True).include_usage
+    error = refusal(CompletionRequest, stream=True, stream_options={"usage": True})
+    assert error.param == "stream_options.usage"
+
+
+def test_chat_limits_by_either_name_but_not_by_two() -> None:
+    assert chat().limit is None
+    assert chat(max_tokens=3).limit == 3
+    assert chat(max_completion_tokens=4).limit == 4
+    assert chat(max_tokens=4, max_completion_tokens=4).limit == 4
+    assert (
+        refusal(ChatCompletionRequest, max_tokens=3, max_completion_tokens=4).param == "max_tokens"
+    )
+
+
+def test_messages_reach_the_template_as_text() -> None:
+    request = chat(
+        messages=[
+            {"role": "developer", "content": "be brief"},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            },
+            {"role": "assistant", "content": "c", "refusal": None, "tool_calls": [], "name": "x"},
+        ]
+    )
+    assert [message.for_template() for message in request.messages] == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "ab"},
+        {"role": "assistant", "content": "c", "name": "x"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "wizard", "content": "x"}, "messages.0.role"),
+        ({"role": "user"}, "messages.0.content"),
+        ({"role": "user", "content": 3}, "messages.0.content"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+            "messages.0.content.0",
+        ),
+        (
+            {"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]},
+            "messages.0.tool_calls",
+        ),
+    ],
+)
+def test_messages_that_cannot_be_read_are_named(message: dict[str, Any], param: str) -> None:
+    error = refusal(ChatCompletionRequest, messages=[message])
+    assert error.param is not None
+    assert error.param.startswith(param)
+
+
+def test_no_messages_are_refused() -> None:
+    assert refusal(ChatCompletionRequest, messages=[]).param == "messages"
