@@ -188,13 +188,17 @@ class LeaseLedger:
             has_work: whether the iteration may launch a batch.
         """
         begins = []
-        while self._queued and (self._queued[0].supersede or self._remaining(launched) == 0):
+        while self.pending(launched):
             begins.append(self._begin(self._queued.pop(0), launched))
         if self._mode == "unmanaged" or self._remaining(launched) > 0 or not has_work:
             return Boundary(tuple(begins))
         if self._mode == "free-running":
             return Boundary(tuple(begins))
         return Boundary(tuple(begins), self._wait_or_lapse(launched))
+
+    def pending(self, launched: int) -> bool:
+        """Whether a queued lease begins at the next boundary."""
+        return bool(self._queued) and (self._queued[0].supersede or self._remaining(launched) == 0)
 
     def due_next(self, launched: int) -> bool:
         """Whether the controller should grant now: less than half remains and nothing is queued."""

@@ -6,7 +6,8 @@ light, so that the actor can be asked at once what it is doing; SGLang is import
 
 ```
 thread "loop" (one)        preload -> start -> run_loop            blocks until the loop ends
-threads "control" (some)   identity, phase, health, stats          answer meanwhile
+threads "control" (some)   identity, phase, health, report, end    answer meanwhile
+                           attach, exchange, detach                rank 0: leases
 ```
 """
 
@@ -21,17 +22,35 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from overstory.workers import placement
-from overstory.workers.death_note import EXIT_LOOP_FAILED, EXIT_ORDERED, LastWill
+from overstory.orchestrator.lease import Lease
+from overstory.workers import placement, tree_policy
+from overstory.workers.commands import EXTENSIONS_VARIABLE, CommandContext, CommandTable
+from overstory.workers.death_note import EXIT_DIVERGED, EXIT_LOOP_FAILED, EXIT_ORDERED, LastWill
+from overstory.workers.digest import DigestChain, StepFacts
 from overstory.workers.environment import prepare_process
+from overstory.workers.gate import RanksDiverged, StepGate
+from overstory.workers.scheduler_view import SglangScheduler
+from overstory.workers.step_stats import STATS
+from overstory.workers.tree_policy import TreePolicy
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.server_args import PortArgs, ServerArgs
 
 logger = logging.getLogger(__name__)
 
-PHASES = ("created", "importing", "imported", "loading", "ready", "serving", "ended", "failed")
+PHASES = (
+    "created",
+    "importing",
+    "imported",
+    "weights",
+    "memory",
+    "ready",
+    "serving",
+    "ended",
+    "failed",
+)
+
+COMMAND_RESULTS_KEPT = 16
 
 
 class RankFailed(RuntimeError):
@@ -80,11 +99,15 @@ class RankHost:
         self._threads = threads
         self._phase = "created"
         self._phase_since = time.monotonic()
-        self._scheduler: Scheduler | None = None
+        self._view: SglangScheduler | None = None
         log_path = stderr_path()
         folder = Path(note_folder) if note_folder else (log_path.parent if log_path else Path.cwd())
         self._will = LastWill(folder, rank, lambda: (self._phase, self._forwards()))
         self._log_path = log_path
+        self._commands = CommandTable()
+        self._command_results: dict[str, list[Any]] = {}
+        self._digests = DigestChain()
+        self._gate = StepGate(rank, lease_timeout_s, self._begin_lease)
 
     # ------------------------------------------------------------------ the loop's thread
 
@@ -93,13 +116,19 @@ class RankHost:
         begun = time.monotonic()
         self._enter("importing")
         prepare_process(self._device, self._threads)
+        from overstory.workers import rank_hooks
+        from overstory.workers.seam.plugin import verify_installed
         from sglang.srt.managers import scheduler as _scheduler  # noqa: F401
         from sglang.srt.plugins import load_plugins
 
+        self._hooked = rank_hooks.HookedRank(
+            self._rank, self._gate, self._digests, self._will, self._enter
+        )
+        rank_hooks.install(self._hooked)
         load_plugins()
-        from overstory.workers.seam.plugin import verify_installed
-
         verify_installed()
+        rank_hooks.verify()
+        self._commands.load_extensions(os.environ.get(EXTENSIONS_VARIABLE, ""))
         self._enter("imported")
         return time.monotonic() - begun
 
@@ -117,7 +146,7 @@ class RankHost:
         from sglang.srt.managers.scheduler import Scheduler, configure_scheduler_process
         from sglang.srt.runtime_context import publish
 
-        self._enter("loading")
+        self._enter("weights")
         rank = self._rank
         gpu_id = 0 if self._device == "cpu" else placement.assigned_cuda_ordinal()
         attn_cp_rank, moe_dp_rank, moe_ep_rank = _compute_parallelism_ranks(server_args, rank)
@@ -126,7 +155,7 @@ class RankHost:
                 server_args, gpu_id, rank, attn_cp_rank, moe_dp_rank, moe_ep_rank, 0, None
             )
             publish(server_args, role="scheduler")
-            self._scheduler = Scheduler(
+            scheduler = Scheduler(
                 server_args=server_args,
                 port_args=port_args,
                 gpu_id=gpu_id,
@@ -139,8 +168,9 @@ class RankHost:
             )
         except Exception as error:
             raise self._failed("building its scheduler", error) from error
+        self._view = self._hooked.view = SglangScheduler(scheduler)
         self._enter("ready")
-        return dict(self._scheduler.get_init_info())
+        return dict(scheduler.get_init_info())
 
     def run_loop(self) -> None:
         """Runs SGLang's event loop until a shutdown request ends it.
@@ -148,10 +178,10 @@ class RankHost:
         Raises:
             RankFailed: the loop raised; a death note holds the cause too.
         """
-        assert self._scheduler is not None, "start() comes before run_loop()"
+        assert self._view is not None, "start() comes before run_loop()"
         self._enter("serving")
         try:
-            self._scheduler.run_event_loop()
+            self._view.raw.run_event_loop()
         except Exception as error:
             raise self._failed("running its event loop", error) from error
         self._enter("ended")
@@ -182,23 +212,97 @@ class RankHost:
         """Cheap sign of life: phase and launched batches. Never waits for the loop."""
         return {**self.phase(), "forwards": self._forwards(), "pid": os.getpid()}
 
+    def report(self, after_forward: int = 0) -> dict[str, Any]:
+        """This rank's counters, and the links of its digest chain above `after_forward`.
+
+        Keys: rank, pid, phase, seconds (in the phase), iterations, forwards, epoch, seq, policy (in
+        force), idle_s, lease_wait_s, lease (rank 0: the ledger), load, steps (by policy, see
+        `overstory.workers.step_stats`), digests ([(forward, hex)]), commands (results by lease).
+        """
+        report = {
+            **self.health(),
+            **self._gate.counters(),
+            "forwards": self._forwards(),
+            "policy": str(tree_policy.current()),
+            "lease": dataclasses.asdict(self._gate.view()) if self._rank == 0 else None,
+            "load": self._view.load() if self._view else None,
+            "steps": STATS.snapshot(),
+            "digests": self._digests.after(after_forward),
+            "commands": dict(self._command_results),
+        }
+        return report
+
+    def step_facts(self, forward: int) -> StepFacts | None:
+        """The facts behind a recent digest, to say what differs."""
+        return self._digests.facts(forward)
+
+    def attach(self) -> int:
+        """Rank 0: a controller takes over; returns its epoch."""
+        return self._gate.attach()
+
+    def detach(self, epoch: int) -> None:
+        """Rank 0: the controller of `epoch` lets go; the replica runs on without leases."""
+        self._gate.detach(epoch)
+
+    def grant(self, lease: Lease) -> None:
+        """Rank 0: queues a lease.
+
+        Raises:
+            StaleEpoch: a newer controller has attached.
+            LeaseRefused: not the next lease.
+            ValueError: a policy for which the engine has no room, or an unknown command.
+        """
+        tree_policy.check(TreePolicy.parse(lease.policy))
+        for command in lease.commands:
+            self._commands.check(command.name)
+        self._gate.offer(lease)
+
+    def exchange(
+        self, lease: Lease | None, after_forward: int, every: int, wait_s: float
+    ) -> dict[str, Any]:
+        """Rank 0: grants `lease`, then answers with a report as soon as there is a reason to.
+
+        Reasons: the next lease is due, `every` batches were launched beyond `after_forward`, or
+        `wait_s` seconds passed. Raises as `grant`.
+        """
+        if lease is not None:
+            self.grant(lease)
+        self._gate.await_due(wait_s, after_forward, every)
+        return self.report(after_forward)
+
     def end(self, cause: str, exit_code: int = EXIT_ORDERED) -> None:
         """Ends this process with `cause` in its death note. The call itself never returns."""
         self._will.execute(cause, exit_code)
 
     # ------------------------------------------------------------------ inside
 
+    def _begin_lease(self, lease: Lease) -> None:
+        """On every rank, at the boundary where `lease` begins; errors end the rank."""
+        tree_policy.set_current(TreePolicy.parse(lease.policy))
+        if not lease.commands:
+            return
+        assert self._view is not None
+        context = CommandContext(self._rank, self._view)
+        results = [
+            self._commands.carry_out(command.name, context, command.arguments)
+            for command in lease.commands
+        ]
+        self._command_results[f"{lease.epoch}.{lease.seq}"] = results
+        while len(self._command_results) > COMMAND_RESULTS_KEPT:
+            del self._command_results[next(iter(self._command_results))]
+
     def _enter(self, phase: str) -> None:
         assert phase in PHASES, phase
         self._phase, self._phase_since = phase, time.monotonic()
 
     def _forwards(self) -> int:
-        return 0 if self._scheduler is None else int(self._scheduler.forward_ct)
+        return 0 if self._view is None else self._view.launched()
 
     def _failed(self, doing: str, error: Exception) -> RankFailed:
         text = "".join(traceback.format_exception(error))
         cause = f"rank {self._rank} failed while {doing}: {type(error).__name__}: {error}"
-        self._will.write(cause, EXIT_LOOP_FAILED, text)
+        diverged = isinstance(error, RanksDiverged)
+        self._will.write(cause, EXIT_DIVERGED if diverged else EXIT_LOOP_FAILED, text)
         self._enter("failed")
         return RankFailed(f"{cause}\n{text}")
 

@@ -114,7 +114,7 @@ class PolicyHolder:
             ValueError: the policy set before the engine started does not fit.
         """
         self._block_size, self._max_nodes = block_size, max_nodes
-        self._check(self._current)
+        self.check(self._current)
 
     def current(self) -> TreePolicy:
         """The policy of the next step."""
@@ -126,10 +126,11 @@ class PolicyHolder:
         Raises:
             ValueError: it drafts more nodes than the engine has room for.
         """
-        self._check(policy)
+        self.check(policy)
         self._current = policy
 
-    def _check(self, policy: TreePolicy) -> None:
+    def check(self, policy: TreePolicy) -> None:
+        """Refuses a policy that drafts more nodes than the engine has room for (ValueError)."""
         if not self._block_size:
             return
         nodes = policy.drafted_nodes(self._block_size)
@@ -151,3 +152,8 @@ def current() -> TreePolicy:
 def set_current(policy: TreePolicy) -> None:
     """Set the policy from the next step on; ValueError if the engine has no room for it."""
     HOLDER.set_current(policy)
+
+
+def check(policy: TreePolicy) -> None:
+    """Refuses a policy that `set_current` would refuse, without setting it (ValueError)."""
+    HOLDER.check(policy)

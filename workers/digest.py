@@ -1,0 +1,103 @@
+"""A rank's chain of digests: one link per batch whose results were taken in, numbered by forward.
+
+Ranks of a replica that stand alike have equal links at equal numbers. A link covers all before it,
+so
+the first difference stays visible; the facts behind recent links are kept, to say what differs.
+Pure standard library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+
+LINKS_KEPT = 8192
+FACTS_KEPT = 256
+DIGEST_BYTES = 8
+
+
+@dataclass(frozen=True)
+class RequestFacts:
+    """What one batch did to one request.
+
+    Attributes:
+        rid: request id.
+        emitted: token ids added to its output.
+        length: prompt and output tokens now.
+        slots: KV slots of the positions committed since the last link (empty where the device
+        cannot
+            be read without a wait, and for a finished request, whose slots are free again).
+        finished: finish reason, or empty.
+    """
+
+    rid: str
+    emitted: tuple[int, ...]
+    length: int
+    slots: tuple[int, ...]
+    finished: str = ""
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What one batch did. `free_slots` is the KV allocator's count after it."""
+
+    requests: tuple[RequestFacts, ...]
+    free_slots: int
+
+
+class DigestChain:
+    """The chain of one rank. One thread adds, others read."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._links: OrderedDict[int, str] = OrderedDict()
+        self._facts: OrderedDict[int, StepFacts] = OrderedDict()
+        self._head = b""
+
+    def add(self, forward: int, facts: StepFacts) -> str:
+        """Adds the link of batch number `forward`; returns it as hex."""
+        text = repr((forward, facts)).encode()
+        head = hashlib.blake2b(text, key=self._head, digest_size=DIGEST_BYTES).digest()
+        with self._lock:
+            self._head = head
+            self._links[forward] = head.hex()
+            self._facts[forward] = facts
+            while len(self._links) > LINKS_KEPT:
+                self._links.popitem(last=False)
+            while len(self._facts) > FACTS_KEPT:
+                self._facts.popitem(last=False)
+        return head.hex()
+
+    def after(self, forward: int) -> list[tuple[int, str]]:
+        """Links numbered above `forward`, in the order in which they were added."""
+        with self._lock:
+            found: list[tuple[int, str]] = []
+            for number, link in reversed(self._links.items()):
+                if number <= forward:
+                    break
+                found.append((number, link))
+        return found[::-1]
+
+    def facts(self, forward: int) -> StepFacts | None:
+        """The facts behind a recent link; None if it is too old or does not exist."""
+        with self._lock:
+            return self._facts.get(forward)
+
+
+def explain_difference(one: StepFacts | None, other: StepFacts | None) -> str:
+    """In words, where the facts of two ranks first differ."""
+    if one is None or other is None:
+        return "the facts behind it are no longer kept"
+    if one.free_slots != other.free_slots:
+        return f"free KV slots {one.free_slots} and {other.free_slots}"
+    if len(one.requests) != len(other.requests):
+        return f"batches of {len(one.requests)} and {len(other.requests)} requests"
+    for a, b in zip(one.requests, other.requests, strict=True):
+        if a == b:
+            continue
+        for name in ("rid", "emitted", "length", "slots", "finished"):
+            if getattr(a, name) != getattr(b, name):
+                return f"request {a.rid}: {name} {getattr(a, name)!r} and {getattr(b, name)!r}"
+    return "the forward is the same; an earlier one differs"

@@ -1,0 +1,224 @@
+"""The step gate: where leases enter a replica, at the same iteration on all ranks.
+
+```
+rank 0   before SGLang pulls requests:
+           nothing to run  -> sleep on its input sockets and a wake-up line, at most `IDLE_WAIT_S`
+           steps used up   -> wait for the next lease, at most the lease time-out
+           then: leases that begin now go in front of the pulled requests
+all      SGLang broadcasts the list, as it does in every iteration
+all      after the broadcast: leases are taken out again and begun, before any request is handled
+```
+
+Other ranks wait in the broadcast, so no rank can be ahead of rank 0's gate. Nothing here is decided
+twice: rank 0's ledger decides, the others obey what the broadcast brings.
+
+This module knows the scheduler only through `SchedulerView`; `overstory.workers.rank_hooks` ties
+both.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from overstory.orchestrator.lease import Lease, LeaseLedger, LeaseView
+from overstory.workers.wake_line import WakeLine
+
+IDLE_WAIT_S = 5.0
+"""Longest sleep of an idle replica: bounds how late SGLang's own idle housekeeping runs. Must stay well
+below the process group's time-out, since the other ranks spend it in a broadcast."""
+
+
+class SchedulerView(Protocol):
+    """What the gate must know and do of a rank's scheduler."""
+
+    def launched(self) -> int:
+        """Batches launched so far; equal on all ranks at a boundary."""
+
+    def idle(self) -> bool:
+        """Whether nothing is running, queued or in flight."""
+
+    def input_waits(self, timeout_s: float, wake_line: int) -> bool:
+        """Sleeps until a request can be read: True. False: the wake line rang, or time is up."""
+
+    def drain(self) -> None:
+        """Finishes the results of every launched batch."""
+
+
+@dataclass(frozen=True)
+class LeaseBegins:
+    """Travels in front of the requests of one iteration.
+
+    Attributes:
+        lease: begins at this boundary.
+        launched: rank 0's count of launched batches; every rank must have the same.
+    """
+
+    lease: Lease
+    launched: int
+
+
+class RanksDiverged(RuntimeError):
+    """This rank does not stand where rank 0 stands: going on would corrupt or hang the replica."""
+
+
+class StepGate:
+    """The gate of one rank.
+
+    The loop's thread calls `before_pull` and `after_broadcast`, control threads the rest.
+
+    Args:
+        rank: tensor-parallel rank; only rank 0 holds a ledger that counts.
+        timeout_s: lease time-out.
+        begin: carries out a lease that begins (policy, commands); called on every rank.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        timeout_s: float,
+        begin: Callable[[Lease], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._rank = rank
+        self._begin = begin
+        self._ledger = LeaseLedger(timeout_s, clock)
+        self._changed = threading.Condition()
+        self._wake_line = WakeLine()
+        self._iterations = 0
+        self._launched = 0
+        self._idle_s = 0.0
+        self._lease_wait_s = 0.0
+        self._clock = clock
+        self._policy: str | None = None
+        self._epoch = self._seq = 0
+
+    # ------------------------------------------------------------------ the loop's thread
+
+    def before_pull(self, scheduler: SchedulerView) -> list[LeaseBegins]:
+        """Rank 0, before requests are read: sleeps or waits as the picture above says.
+
+        Returns:
+            leases that begin with this iteration, to go in front of its requests.
+        """
+        assert self._rank == 0, "only rank 0 decides at the gate"
+        begins: list[LeaseBegins] = []
+        while True:
+            busy = self._has_work(scheduler)
+            launched = scheduler.launched()
+            with self._changed:
+                self._launched = launched
+                boundary = self._ledger.boundary(launched, busy)
+                begins += [LeaseBegins(lease, launched) for lease in boundary.begins]
+                self._changed.notify_all()
+                if boundary.go or begins:
+                    return begins
+                self._wait_for_lease(boundary.wait_s)
+
+    def after_broadcast(self, requests: list[Any], scheduler: SchedulerView) -> list[Any]:
+        """All ranks, with what the broadcast brought: begins leases, gives the requests back alone.
+
+        Raises:
+            RanksDiverged: rank 0 has launched another number of batches than this rank.
+        """
+        self._iterations += 1
+        self._launched = scheduler.launched()
+        messages = [request for request in requests if isinstance(request, LeaseBegins)]
+        if not messages:
+            return requests
+        for message in messages:
+            self._check_step(message)
+            if any(command.drain for command in message.lease.commands):
+                scheduler.drain()
+            self._begin(message.lease)
+            self._policy = message.lease.policy
+            self._epoch, self._seq = message.lease.epoch, message.lease.seq
+        return [request for request in requests if not isinstance(request, LeaseBegins)]
+
+    # ------------------------------------------------------------------ control threads
+
+    def attach(self) -> int:
+        """A controller takes over; returns its epoch. Rank 0 only."""
+        with self._changed:
+            return self._ledger.attach()
+
+    def detach(self, epoch: int) -> None:
+        """The controller of `epoch` lets go: the replica runs freely and says so."""
+        with self._changed:
+            self._ledger.detach(epoch)
+            self._notify()
+
+    def offer(self, lease: Lease) -> None:
+        """Queues a lease; raises `LeaseRefused` as the ledger does."""
+        with self._changed:
+            self._ledger.offer(lease)
+            self._notify()
+
+    def await_due(self, timeout_s: float, seen: int, every: int) -> None:
+        """Waits for a reason to report.
+
+        That is: the next lease is due, `every` batches were launched since `seen`, or time is up.
+        """
+        deadline = self._clock() + timeout_s
+        with self._changed:
+            while True:
+                if self._ledger.due_next(self._launched) or self._launched - seen >= every:
+                    return
+                left = deadline - self._clock()
+                if left <= 0:
+                    return
+                self._changed.wait(left)
+
+    def view(self) -> LeaseView:
+        """The ledger as rank 0 sees it; meaningless on other ranks."""
+        with self._changed:
+            return self._ledger.view(self._launched)
+
+    def counters(self) -> dict[str, Any]:
+        """Any rank's own count: iterations, launched batches, lease in force, seconds waited."""
+        return {
+            "iterations": self._iterations,
+            "forwards": self._launched,
+            "epoch": self._epoch,
+            "seq": self._seq,
+            "policy": self._policy,
+            "idle_s": round(self._idle_s, 3),
+            "lease_wait_s": round(self._lease_wait_s, 3),
+        }
+
+    # ------------------------------------------------------------------ inside
+
+    def _has_work(self, scheduler: SchedulerView) -> bool:
+        """Whether this iteration may launch a batch; an idle scheduler sleeps here first."""
+        if not scheduler.idle():
+            return True
+        with self._changed:
+            nap_s = 0.0 if self._ledger.pending(scheduler.launched()) else IDLE_WAIT_S
+        begun = self._clock()
+        arrived = scheduler.input_waits(nap_s, self._wake_line.descriptor)
+        self._idle_s += self._clock() - begun
+        self._wake_line.clear()
+        return arrived
+
+    def _wait_for_lease(self, wait_s: float) -> None:
+        """Holds the lock. Wakes on `offer` and `detach`."""
+        begun = self._clock()
+        self._changed.wait(None if math.isinf(wait_s) else wait_s)
+        self._lease_wait_s += self._clock() - begun
+
+    def _notify(self) -> None:
+        """Holds the lock: wakes the loop, wherever it waits."""
+        self._changed.notify_all()
+        self._wake_line.ring()
+
+    def _check_step(self, message: LeaseBegins) -> None:
+        if message.launched != self._launched:
+            raise RanksDiverged(
+                f"rank {self._rank} has launched {self._launched} batches, rank 0 "
+                f"{message.launched}, where lease {message.lease.epoch}.{message.lease.seq} begins"
+            )

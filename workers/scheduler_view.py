@@ -1,0 +1,111 @@
+"""SGLang's Scheduler of one rank, as the gate, the digests and reports see it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import zmq
+from overstory.workers.digest import RequestFacts, StepFacts
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+
+_SEEN = "_overstory_seen"
+"""Attribute on SGLang's Req: (output tokens, committed positions) that earlier digests cover."""
+
+_PROCESSED = "_overstory_processed"
+"""Attribute on a batch result that a drain has taken in before its turn."""
+
+
+class SglangScheduler:
+    """Reads and drains one Scheduler. The loop's thread only, but for `load`."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._poller: zmq.Poller | None = None
+        self._slots_readable = scheduler.device == "cpu"
+
+    @property
+    def raw(self) -> Scheduler:
+        """The Scheduler itself, for boundary commands."""
+        return self._scheduler
+
+    def launched(self) -> int:
+        """Batches launched so far."""
+        return int(self._scheduler.forward_ct)
+
+    def idle(self) -> bool:
+        """Whether nothing is running, queued or in flight (or SGLang was told to pause)."""
+        scheduler = self._scheduler
+        return bool(scheduler._engine_paused or scheduler.is_fully_idle())
+
+    def input_waits(self, timeout_s: float, wake_line: int) -> bool:
+        """Sleeps until a request can be read: True. False: the wake line rang, or time is up."""
+        if self._poller is None:
+            channels = self._scheduler.ipc_channels
+            self._poller = zmq.Poller()
+            self._poller.register(channels.recv_from_tokenizer, zmq.POLLIN)
+            self._poller.register(channels.recv_from_rpc, zmq.POLLIN)
+            self._poller.register(wake_line, zmq.POLLIN)
+        ready = dict(self._poller.poll(int(timeout_s * 1000)))
+        return any(source != wake_line for source in ready)
+
+    def drain(self) -> None:
+        """Takes in the results of a launched batch that the overlapped loop has not taken in yet.
+
+        The pair stays in SGLang's queue, marked: the loop pops it in its turn and
+        `already_processed`
+        makes it a no-op, so that the loop's own count of what is in flight stays right.
+        """
+        scheduler = self._scheduler
+        if not scheduler.enable_overlap:
+            return
+        if scheduler.device != "cpu":  # torch.cpu's Stream has no synchronize.
+            scheduler.forward_stream.synchronize()
+        for batch, result in list(scheduler.result_queue):
+            if not already_processed(result):
+                scheduler.process_batch_result(batch, result)
+                setattr(result, _PROCESSED, True)
+
+    def step_facts(self, batch: Any) -> StepFacts:
+        """What the batch whose results were just taken in did."""
+        return StepFacts(
+            requests=tuple(self._request_facts(req) for req in batch.reqs),
+            free_slots=int(self._scheduler.token_to_kv_pool_allocator.available_size()),
+        )
+
+    def load(self) -> dict[str, int]:
+        """Running and queued requests and free KV slots. From any thread; may be one step old."""
+        scheduler = self._scheduler
+        return {
+            "running": len(scheduler.running_batch.reqs),
+            "waiting": len(scheduler.waiting_queue),
+            "free_slots": int(scheduler.token_to_kv_pool_allocator.available_size()),
+            "max_slots": int(scheduler.max_total_num_tokens),
+        }
+
+    def _request_facts(self, req: Any) -> RequestFacts:
+        seen_output, seen_slots = getattr(req, _SEEN, (0, 0))
+        committed = int(req.kv_committed_len)
+        seen_slots = min(seen_slots, committed)  # A retracted request starts over.
+        setattr(req, _SEEN, (len(req.output_ids), committed))
+        reason = req.finished_reason
+        return RequestFacts(
+            rid=req.rid,
+            emitted=tuple(int(token) for token in req.output_ids[seen_output:]),
+            length=len(req.origin_input_ids) + len(req.output_ids),
+            slots=tuple(self._slots(req, seen_slots, committed)),
+            finished=type(reason).__name__ if reason is not None else "",
+        )
+
+    def _slots(self, req: Any, start: int, end: int) -> Iterable[int]:
+        if not self._slots_readable or req.req_pool_idx is None or start >= end:
+            return ()
+        table = self._scheduler.req_to_token_pool.req_to_token
+        return table[req.req_pool_idx, start:end].tolist()
+
+
+def already_processed(result: Any) -> bool:
+    """Whether a drain has taken in this batch result before its turn."""
+    return bool(getattr(result, _PROCESSED, False))
