@@ -44,7 +44,7 @@ def rank_environment(
     checked = _checked_device(device)
     if threads < 1:
         raise ValueError(f"threads must be at least 1, got {threads}")
-    environment = {DEVICE_VARIABLE: checked}
+    environment: dict[str, str] = {DEVICE_VARIABLE: checked}
     if checked == "cuda":
         return environment
     environment |= {

@@ -224,6 +224,7 @@ def _plan(
     rows = pool_rows.tolist()
     pieces = [req_to_token[row, :length] for row, length in zip(rows, lengths, strict=True)]
     mask_sizes = [count * (prefix + count) for count, prefix in zip(counts, prefixes, strict=True)]
+    assert mask is None or mask.numel() == sum(mask_sizes), "mask made for other lengths"
     return ForwardPlan(
         decoding=decoding,
         counts=counts,

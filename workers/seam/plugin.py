@@ -81,6 +81,11 @@ def report() -> dict[str, bool]:
     return dict.fromkeys(_STATE.failures, False) | stands
 
 
+def installed() -> tuple[Patch, ...]:
+    """The changes registered in this process, in their order."""
+    return tuple(_STATE.patches)
+
+
 def _install(patches: list[Patch]) -> None:
     for patch in patches:
         _STATE.patches.append(patch)
