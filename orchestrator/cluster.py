@@ -1,5 +1,6 @@
 """Which Ray to use, and what its nodes offer. A Ray that is not ours is only connected to."""
 
+import logging
 import os
 import socket
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from typing import Any, Literal
 
 from overstory.orchestrator.errors import UserFault
 from overstory.orchestrator.inventory import NodeInventory
+from overstory.orchestrator.local_ray import auth_environment
 from overstory.orchestrator.state import LocalRayRecord
 
 STARTED_RAY_FILE = Path("/tmp/ray/ray_current_cluster")
@@ -76,8 +78,27 @@ def find_cluster(
     return None
 
 
-def connect(address: str) -> None:
+def _authenticate(address: str, own: LocalRayRecord | None) -> None:
+    """Sets the token to use: ours for our own Ray; the user's for one that `ray start` left here,
+    which took it into use by itself. Elsewhere the user's own settings stand.
+    """
+    from ray._private.authentication import authentication_token_setup as setup
+    from ray._raylet import AuthenticationTokenLoader, Config
+
+    if own is not None and own.address == address:
+        os.environ.update(auth_environment(own.folder))
+        Config.initialize("")  # Ray reads its configuration once; this reads it anew.
+        AuthenticationTokenLoader.instance().reset_cache()
+    elif not os.environ.get("RAY_ADDRESS"):
+        setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+
+def connect(address: str, own: LocalRayRecord | None) -> None:
     """Makes this process a driver of the Ray at `address`; fine if it is one already.
+
+    Args:
+        address: of the Ray.
+        own: our local Ray, if there is one.
 
     Raises:
         ClusterError: it does not let us in (another Ray or Python version, no token, ...).
@@ -86,7 +107,8 @@ def connect(address: str) -> None:
 
     if ray.is_initialized():
         return
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    _authenticate(address, own)
     try:
         ray.init(
             address=address,
@@ -97,7 +119,9 @@ def connect(address: str) -> None:
         )
     except Exception as error:
         raise ClusterError(
-            f"Ray at {address} cannot be joined: {type(error).__name__}: {error}"
+            f"Ray at {address} cannot be joined: {type(error).__name__}: {error}; it must be of "
+            "the same Ray and Python version, and if it asks for a token (`ray get-auth-token`), "
+            "RAY_AUTH_MODE=token must be set"
         ) from error
 
 

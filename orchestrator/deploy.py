@@ -52,7 +52,7 @@ def deploy(spec: DeploymentSpec, progress: Progress, timeout_s: float) -> Deploy
     """
     used, started = _nodes(spec, progress)
     try:
-        cluster.connect(used.address)
+        cluster.connect(used.address, read_state().local_ray)
         serving.quiet_serve_logs()
         known = _already_up(spec, used)
         if known is not None:
@@ -222,7 +222,7 @@ def take_down(name: str | None, say: Callable[[str], None] = lambda _: None) -> 
     own = state.local_ray if state.local_ray and _is_ours(state.local_ray, record) else None
     others = [d for d in state.deployments.values() if d.name != record.name]
     if cluster.reachable(record.ray_address):
-        cluster.connect(record.ray_address)
+        cluster.connect(record.ray_address, state.local_ray)
         try:
             serving.quiet_serve_logs()
             serving.remove_app(record.name)

@@ -6,6 +6,7 @@ every Ray on the machine and is never used.
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -26,6 +27,9 @@ OBJECT_STORE_BYTES = 200_000_000
 _POLL_S = 0.05
 
 
+_TOKEN_FILE = "auth_token"  # in the folder, which only this user may enter
+
+
 class LocalRayError(UserFault, RuntimeError):
     """Our local Ray did not start or did not stop."""
 
@@ -35,6 +39,11 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def auth_environment(folder: str) -> dict[str, str]:
+    """Environment variables with which Ray processes and drivers use the token of the Ray there."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{folder}/{_TOKEN_FILE}"}
 
 
 def _start_command(folder: Path, cpus: int, gpus: int) -> list[str]:
@@ -58,7 +67,9 @@ def start_local_ray(cpus: int, gpus: int) -> LocalRayRecord:
     """
     # Not the user's TMPDIR: Unix socket paths below it may not exceed 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="overstory-ray-", dir="/tmp"))
-    environment = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "RAY_TMPDIR")}
+    (folder / _TOKEN_FILE).write_text(secrets.token_hex(32))
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    environment |= auth_environment(str(folder))
     log = folder / "start.log"
     with log.open("w") as stream:
         process = subprocess.Popen(
