@@ -126,15 +126,14 @@ def _grow_spine_first(
 ) -> list[_Node]:
     frontier = _Frontier(scores, tokens)
     spine: list[_Node] = []
-    score, path = 0.0, 0
+    score = 0.0
     for row in range(min(budget, len(scores))):
         step = scores[row][0]
         if step == float("-inf"):
             break
-        frontier.offer(score, path, row + 1, 1, row)
+        frontier.offer(score, 0, row + 1, 1, row)  # a path of ranks 0 is the number 0
         spine.append((row, row + 1, 0, tokens[row][0]))
         score += step
-        path *= frontier.base
     return frontier.take(budget, spine)
 
 

@@ -136,6 +136,20 @@ def test_values_that_filter_nothing(inactive: dict[str, float]) -> None:
     assert torch.equal(filtered_probs(*call(logits, **inactive)), expected)
 
 
+def test_a_top_p_of_one_filters_nothing_beside_a_row_that_filters() -> None:
+    logits = random_logits(40, 4096, seed=8)
+    probs = torch.softmax(logits, dim=1)
+    ordered = probs.sort(dim=1, descending=True).values
+    sums_beyond_one = (ordered.cumsum(dim=1) - ordered > 1.0).any(dim=1)
+    assert bool(sums_beyond_one.any()), "no row here would lose tokens to rounding"
+    arguments = call(logits)
+    arguments[3][::2] = 0.5
+    assert bool((filtered_probs(*arguments)[1::2] > 0).all())
+    arguments[3][:] = 0.5
+    arguments[3][sums_beyond_one] = 1.0
+    assert bool((filtered_probs(*arguments)[sums_beyond_one] > 0).all())
+
+
 @pytest.mark.parametrize("greedy", [{"temperature": 0.0}, {"top_k": 1}, {"temperature": 1e-7}])
 def test_greedy_takes_the_lowest_id_among_equals(greedy: dict[str, float]) -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0], [-torch.inf, -5.0, -torch.inf]])

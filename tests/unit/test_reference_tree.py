@@ -165,11 +165,12 @@ def test_chain_equals_the_tree_of_width_one() -> None:
         assert getattr(chain, field).dtype == torch.int64
 
 
-def test_rounding_above_zero_does_not_put_children_before_parents() -> None:
+def test_rounding_above_zero_counts_as_zero() -> None:
+    """Else a child would order before its parent's equals: (0) (0, 0) (1) instead of this."""
     tree = tree_build(
-        torch.tensor([1]), torch.tensor([[[-1e-7], [3e-7]]]), torch.tensor([[[8], [9]]]), 2
+        torch.tensor([1]), torch.tensor([[[0.0, 0.0], [3e-7, -1.0]]]), torch.zeros(1, 2, 2), 3
     )
-    assert tree.tokens.tolist() == [[1, 8, 9]]
+    assert rank_paths(tree, 0) == [(0,), (1,), (0, 0)]
 
 
 def test_bad_input_is_named() -> None:
