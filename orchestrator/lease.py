@@ -45,14 +45,16 @@ class Command:
         drain: finish the results of every launched batch first. Needed by whatever touches KV or
         the
             state of requests; under overlap scheduling one batch is otherwise still in flight.
+        ticket: names this one command; ranks report its result under it (if not empty).
     """
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     drain: bool = False
+    ticket: str = ""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Command, (self.name, dict(self.arguments), self.drain))
+    def __reduce__(self) -> tuple[Any, ...]:  # A mapping proxy does not pickle.
+        return (Command, (self.name, dict(self.arguments), self.drain, self.ticket))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from overstory.workers.rank import process_start_ticks
+from overstory.workers.process_ids import process_start_ticks
 
 POLL_S = 0.02
 

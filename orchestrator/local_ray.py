@@ -19,7 +19,7 @@ from pathlib import Path
 from overstory.orchestrator.errors import UserFault
 from overstory.orchestrator.local_process import LocalProcess
 from overstory.orchestrator.state import LocalRayRecord
-from overstory.workers.rank import process_start_ticks
+from overstory.workers.process_ids import process_start_ticks
 
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 45.0  # Ray drains a node for up to 30 s.

@@ -29,8 +29,8 @@ from overstory.orchestrator.lease import Lease, LeaseLedger, LeaseView
 from overstory.workers.wake_line import WakeLine
 
 IDLE_WAIT_S = 5.0
-"""Longest sleep of an idle replica: bounds how late SGLang's own idle housekeeping runs. Must stay well
-below the process group's time-out, since the other ranks spend it in a broadcast."""
+"""Longest sleep of an idle replica: bounds how late SGLang's own idle housekeeping runs. Must stay
+well below the process group's time-out, since the other ranks spend it in a broadcast."""
 
 
 class SchedulerView(Protocol):
@@ -90,6 +90,7 @@ class StepGate:
         self._ledger = LeaseLedger(timeout_s, clock)
         self._changed = threading.Condition()
         self._wake_line = WakeLine()
+        self._offers = 0
         self._iterations = 0
         self._launched = 0
         self._idle_s = 0.0
@@ -157,17 +158,23 @@ class StepGate:
         """Queues a lease; raises `LeaseRefused` as the ledger does."""
         with self._changed:
             self._ledger.offer(lease)
+            self._offers += 1
             self._notify()
 
     def await_due(self, timeout_s: float, seen: int, every: int) -> None:
         """Waits for a reason to report.
 
-        That is: the next lease is due, `every` batches were launched since `seen`, or time is up.
+        That is: the next lease is due, `every` batches were launched since `seen`, a lease was
+        offered
+        meanwhile, or time is up.
         """
         deadline = self._clock() + timeout_s
         with self._changed:
+            offers = self._offers
             while True:
                 if self._ledger.due_next(self._launched) or self._launched - seen >= every:
+                    return
+                if self._offers != offers:
                     return
                 left = deadline - self._clock()
                 if left <= 0:

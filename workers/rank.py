@@ -29,6 +29,7 @@ from overstory.workers.death_note import EXIT_DIVERGED, EXIT_LOOP_FAILED, EXIT_O
 from overstory.workers.digest import DigestChain, StepFacts
 from overstory.workers.environment import prepare_process
 from overstory.workers.gate import RanksDiverged, StepGate
+from overstory.workers.process_ids import process_start_ticks
 from overstory.workers.scheduler_view import SglangScheduler
 from overstory.workers.step_stats import STATS
 from overstory.workers.tree_policy import TreePolicy
@@ -105,7 +106,7 @@ class RankHost:
         self._will = LastWill(folder, rank, lambda: (self._phase, self._forwards()))
         self._log_path = log_path
         self._commands = CommandTable()
-        self._command_results: dict[str, list[Any]] = {}
+        self._command_results: dict[str, Any] = {}
         self._digests = DigestChain()
         self._gate = StepGate(rank, lease_timeout_s, self._begin_lease)
 
@@ -217,7 +218,7 @@ class RankHost:
 
         Keys: rank, pid, phase, seconds (in the phase), iterations, forwards, epoch, seq, policy (in
         force), idle_s, lease_wait_s, lease (rank 0: the ledger), load, steps (by policy, see
-        `overstory.workers.step_stats`), digests ([(forward, hex)]), commands (results by lease).
+        `overstory.workers.step_stats`), digests ([(forward, hex)]), commands (results by ticket).
         """
         report = {
             **self.health(),
@@ -244,29 +245,34 @@ class RankHost:
         """Rank 0: the controller of `epoch` lets go; the replica runs on without leases."""
         self._gate.detach(epoch)
 
+    def check_policy(self, policy: str) -> None:
+        """Refuses (ValueError) what is no policy, or one for which the engine has no room."""
+        tree_policy.check(TreePolicy.parse(policy))
+
+    def check_command(self, name: str) -> None:
+        """Refuses (ValueError) a boundary command that has no handler."""
+        self._commands.check(name)
+
     def grant(self, lease: Lease) -> None:
         """Rank 0: queues a lease.
 
         Raises:
             StaleEpoch: a newer controller has attached.
             LeaseRefused: not the next lease.
-            ValueError: a policy for which the engine has no room, or an unknown command.
+            ValueError: its policy or a command of it is refused as by `check_...`.
         """
-        tree_policy.check(TreePolicy.parse(lease.policy))
+        self.check_policy(lease.policy)
         for command in lease.commands:
-            self._commands.check(command.name)
+            self.check_command(command.name)
         self._gate.offer(lease)
 
-    def exchange(
-        self, lease: Lease | None, after_forward: int, every: int, wait_s: float
-    ) -> dict[str, Any]:
-        """Rank 0: grants `lease`, then answers with a report as soon as there is a reason to.
+    def exchange(self, after_forward: int, every: int, wait_s: float) -> dict[str, Any]:
+        """Rank 0: answers with a report as soon as there is a reason to.
 
-        Reasons: the next lease is due, `every` batches were launched beyond `after_forward`, or
-        `wait_s` seconds passed. Raises as `grant`.
+        Reasons: the next lease is due, `every` batches were launched beyond `after_forward`, a
+        lease
+        was granted meanwhile, or `wait_s` seconds passed.
         """
-        if lease is not None:
-            self.grant(lease)
         self._gate.await_due(wait_s, after_forward, every)
         return self.report(after_forward)
 
@@ -283,11 +289,10 @@ class RankHost:
             return
         assert self._view is not None
         context = CommandContext(self._rank, self._view)
-        results = [
-            self._commands.carry_out(command.name, context, command.arguments)
-            for command in lease.commands
-        ]
-        self._command_results[f"{lease.epoch}.{lease.seq}"] = results
+        for command in lease.commands:
+            result = self._commands.carry_out(command.name, context, command.arguments)
+            if command.ticket:
+                self._command_results[command.ticket] = result
         while len(self._command_results) > COMMAND_RESULTS_KEPT:
             del self._command_results[next(iter(self._command_results))]
 
@@ -314,12 +319,3 @@ def stderr_path() -> Path | None:
     except OSError:
         return None
     return path if path.is_file() else None
-
-
-def process_start_ticks(pid: int) -> int:
-    """Start of process `pid` in clock ticks since boot; 0 if there is none (or no /proc)."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    return int(text.rpartition(")")[2].split()[19])

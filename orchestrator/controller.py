@@ -1,0 +1,282 @@
+"""The controller of a deployment: one task per replica grants leases and reads reports.
+
+```
+discovery   every DISCOVERY_S  rank actors by name -> new replicas      (also: register)
+replica     until lost         grant what the state says is due
+                               wait on rank 0 for a reason to report    (a lease due, half a lease
+                               run)
+                               read the other ranks' reports, compare digests
+                               ranks differ -> the rank to blame is ended, with the cause
+```
+
+A plain class over a `RankDirectory`; `overstory.orchestrator.controller_actor` makes it an actor.
+It may
+die at any moment: replicas go on under their last policy, and its successor attaches anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from overstory.orchestrator.controller_state import ControllerState, Verdict
+from overstory.orchestrator.lease import Command, LeaseRefused, StaleEpoch
+from overstory.orchestrator.rank_directory import RankGone
+from overstory.workers.death_note import EXIT_DIVERGED
+from overstory.workers.digest import explain_difference
+
+logger = logging.getLogger(__name__)
+
+DISCOVERY_S = 5.0
+REPORT_WAIT_S = 5.0
+CALL_TIMEOUT_S = 10.0
+RETRY_S = 1.0
+
+
+class Ranks(Protocol):
+    """What the controller needs of `RankDirectory`."""
+
+    async def replicas(self) -> dict[str, int]:
+        """Number of ranks by replica."""
+
+    async def call(
+        self, replica: str, rank: int, method: str, *arguments: Any, timeout_s: float
+    ) -> Any:
+        """Calls a control method of a rank; `RankGone`, TimeoutError or its own error."""
+
+    def forget(self, replica: str) -> None:
+        """Drops what is kept of a replica."""
+
+
+class Controller:
+    """Steers the replicas of one deployment. All methods run on one event loop.
+
+    Args:
+        deployment: its name.
+        lease_steps: steps of each lease.
+        ranks: the way to the ranks.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        deployment: str,
+        lease_steps: int,
+        ranks: Ranks,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ranks = ranks
+        self._state = ControllerState(deployment, lease_steps, clock)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._nudges: dict[str, asyncio.Event] = {}
+        self._discovery: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Starts discovery on the running event loop."""
+        self._discovery = asyncio.get_running_loop().create_task(self._discover())
+
+    async def close(self) -> None:
+        """Stops granting and lets the replicas run freely at once."""
+        tasks = [*self._tasks.values(), *([self._discovery] if self._discovery else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for name in self._state.leased():
+            with contextlib.suppress(Exception):  # It falls back to free-running by itself.
+                await self._rank(name, 0, "detach", self._state.epoch(name))
+
+    # ------------------------------------------------------------------ calls from outside
+
+    def register(self, replica: str, ranks: int) -> None:
+        """A replica is up: follow it now rather than at the next discovery."""
+        if self._state.found(replica, ranks):
+            self._nudges[replica] = asyncio.Event()
+            task = asyncio.get_running_loop().create_task(self._steer(replica))
+            self._tasks[replica] = task
+            task.add_done_callback(lambda _: self._tasks.pop(replica, None))
+
+    async def set_policy(self, policy: str) -> dict[str, str]:
+        """Sets the tree policy of all replicas, from their next boundary on.
+
+        Returns:
+            `{"policy": policy}`.
+
+        Raises:
+            ValueError: not a policy, or one for which a replica's engine has no room; nothing
+            changes.
+        """
+        for name in self._state.leased():
+            await self._rank(name, 0, "check_policy", policy)
+        self._state.set_policy(policy)
+        self._nudge_all()
+        return {"policy": policy}
+
+    async def run_command(
+        self, command: Command, replica: str | None = None, timeout_s: float = 60.0
+    ) -> dict[str, dict[int, Any]]:
+        """Lets replicas carry out a command at their next boundary and waits for it.
+
+        Returns:
+            the result on each rank, by replica and rank.
+
+        Raises:
+            ValueError: unknown replica or command.
+            TimeoutError: not carried out everywhere in time.
+        """
+        names = self._state.leased() if replica is None else [replica]
+        for name in names:
+            if name not in self._state.leased():
+                raise ValueError(f"no replica {name!r} under lease, only {self._state.leased()}")
+            await self._rank(name, 0, "check_command", command.name)
+        ticketed = dataclasses.replace(command, ticket=uuid.uuid4().hex)
+        for name in names:
+            self._state.add_command(name, ticketed)
+        self._nudge_all()
+        async with asyncio.timeout(timeout_s):
+            return {name: await self._results(name, ticketed.ticket) for name in names}
+
+    async def status(self) -> dict[str, Any]:
+        """See `ControllerState.status`; reports are read anew for it."""
+        names = self._state.leased()
+        await asyncio.gather(*(self._read(name) for name in names), return_exceptions=True)
+        return self._state.status()
+
+    # ------------------------------------------------------------------ tasks
+
+    async def _discover(self) -> None:
+        while True:
+            try:
+                for name, ranks in (await self._ranks.replicas()).items():
+                    self.register(name, ranks)
+            except Exception:  # Ray's own store may be away for a moment: look again later.
+                logger.exception("looking for replicas failed")
+            await asyncio.sleep(DISCOVERY_S)
+
+    async def _steer(self, name: str) -> None:
+        """Follows one replica until it is lost."""
+        try:
+            await self._attach(name)
+            while self._state.phase(name) == "leased":
+                await self._grant_due(name)
+                await self._exchange(name)
+        except RankGone as gone:
+            self._state.lost(name, str(gone))
+        except StaleEpoch as stale:
+            self._state.replaced(name, str(stale))
+        except Exception as error:
+            logger.exception("steering replica %s failed", name)
+            self._state.lost(name, f"controller: {type(error).__name__}: {error}")
+        finally:
+            self._ranks.forget(name)
+
+    async def _attach(self, name: str) -> None:
+        """Waits until rank 0 serves, then takes over."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                report = await self._rank(name, 0, "report", 0)
+                if report["phase"] == "serving":
+                    break
+            await asyncio.sleep(RETRY_S)
+        epoch = await self._rank(name, 0, "attach")
+        self._state.attached(name, epoch, report["policy"])
+
+    async def _grant_due(self, name: str) -> None:
+        lease = self._state.next_lease(name)
+        if lease is None:
+            return
+        try:
+            await self._rank(name, 0, "grant", lease)
+        except StaleEpoch:
+            raise
+        except (LeaseRefused, ValueError) as refusal:
+            self._state.refused(name, lease, str(refusal))
+
+    async def _exchange(self, name: str) -> None:
+        """Waits for rank 0's reason to report (or a nudge), then reads all ranks' reports."""
+        nudge = self._nudges[name]
+        waiting = asyncio.ensure_future(
+            self._ranks.call(
+                name,
+                0,
+                "exchange",
+                self._state.digests_after(name, 0),
+                self._state.report_every(),
+                REPORT_WAIT_S,
+                timeout_s=REPORT_WAIT_S + CALL_TIMEOUT_S,
+            )
+        )
+        nudged = asyncio.ensure_future(nudge.wait())
+        try:
+            await asyncio.wait({waiting, nudged}, return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                nudge.clear()  # The call left behind ends with the grant that now follows.
+                return
+            try:
+                first = waiting.result()
+            except TimeoutError:  # Rank 0 is stopped or overloaded: ask again; health says so.
+                return
+            await self._read(name, first)
+        finally:
+            for future in (waiting, nudged):
+                future.cancel()
+
+    async def _read(self, name: str, first: Mapping[str, Any] | None = None) -> None:
+        """Reads the reports of all ranks and acts on them; `first` is rank 0's if at hand."""
+        start = 0 if first is None else 1
+        asked = range(start, self._state.ranks(name))
+        answers = await asyncio.gather(
+            *(self._rank(name, r, "report", self._state.digests_after(name, r)) for r in asked),
+            return_exceptions=True,
+        )
+        reports = {} if first is None else {0: first}
+        for rank, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, RankGone):
+                raise answer
+            if not isinstance(answer, BaseException):
+                reports[rank] = answer
+        verdict = self._state.reported(name, reports)
+        if verdict is not None:
+            await self._condemn(verdict)
+
+    async def _condemn(self, verdict: Verdict) -> None:
+        """Ends the rank to blame; its replica sees the loss and ends itself with the cause."""
+        name, difference = verdict.replica, verdict.difference
+        facts = await asyncio.gather(
+            *(
+                self._rank(name, rank, "step_facts", difference.forward)
+                for rank in (difference.other, difference.rank)
+            ),
+            return_exceptions=True,
+        )
+        known = [None if isinstance(fact, BaseException) else fact for fact in facts]
+        cause = (
+            f"ranks {difference.other} and {difference.rank} differ at forward "
+            f"{difference.forward}: {explain_difference(known[0], known[1])}"
+        )
+        logger.error("replica %s: %s", name, cause)
+        with contextlib.suppress(RankGone, TimeoutError):
+            await self._rank(name, difference.rank, "end", cause, EXIT_DIVERGED)
+        self._state.lost(name, cause)
+
+    # ------------------------------------------------------------------ inside
+
+    async def _rank(self, name: str, rank: int, method: str, *arguments: Any) -> Any:
+        return await self._ranks.call(name, rank, method, *arguments, timeout_s=CALL_TIMEOUT_S)
+
+    async def _results(self, name: str, ticket: str) -> dict[int, Any]:
+        while True:
+            results = self._state.command_results(name, ticket)
+            if results is not None:
+                return results
+            await self._read(name)
+            await asyncio.sleep(RETRY_S / 20)
+
+    def _nudge_all(self) -> None:
+        for nudge in self._nudges.values():
+            nudge.set()

@@ -1,0 +1,82 @@
+"""The controller as a Ray actor: detached, named, restarted by Ray, on no CPU share."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import ray
+from overstory.orchestrator.controller import Controller
+from overstory.orchestrator.lease import Command
+from overstory.orchestrator.rank_directory import RankDirectory
+from overstory.orchestrator.rank_group import NAMESPACE
+
+
+def controller_name(deployment: str) -> str:
+    """Ray actor name of a deployment's controller, within `NAMESPACE`."""
+    return f"overstory/{deployment}/controller"
+
+
+class _ControllerActor:
+    """Async actor: Ray runs all its methods on one event loop."""
+
+    # Ray awaits it: the controller's tasks need the actor's running loop.
+    async def __init__(self, deployment: str, lease_steps: int) -> None:  # type: ignore[misc]
+        self._controller = Controller(deployment, lease_steps, RankDirectory(deployment))
+        self._controller.start()
+
+    async def register(self, replica: str, ranks: int) -> None:
+        """See `Controller.register`."""
+        self._controller.register(replica, ranks)
+
+    async def set_policy(self, policy: str) -> dict[str, str]:
+        """See `Controller.set_policy`."""
+        return await self._controller.set_policy(policy)
+
+    async def run_command(self, command: Command, replica: str | None = None) -> Any:
+        """See `Controller.run_command`."""
+        return await self._controller.run_command(command, replica)
+
+    async def status(self) -> dict[str, Any]:
+        """See `Controller.status`."""
+        return await self._controller.status()
+
+    async def close(self) -> None:
+        """See `Controller.close`."""
+        await self._controller.close()
+
+
+def ensure_controller(deployment: str, lease_steps: int) -> Any:
+    """The deployment's controller, started if it does not run. Returns its actor handle.
+
+    A running one keeps its own `lease_steps`.
+    """
+    actor = ray.remote(_ControllerActor).options(
+        name=controller_name(deployment),
+        namespace=NAMESPACE,
+        lifetime="detached",
+        num_cpus=0,
+        max_restarts=-1,
+        max_task_retries=0,
+        get_if_exists=True,
+    )
+    return actor.remote(deployment, lease_steps)
+
+
+def find_controller(deployment: str) -> Any | None:
+    """Actor handle of the deployment's controller, or None."""
+    try:
+        return ray.get_actor(controller_name(deployment), namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def end_controller(deployment: str, timeout_s: float = 10.0) -> bool:
+    """Ends the controller; replicas still up run freely. False if there was none."""
+    actor = find_controller(deployment)
+    if actor is None:
+        return False
+    with contextlib.suppress(ray.exceptions.RayError, TimeoutError):  # It is to end anyway.
+        ray.get(actor.close.remote(), timeout=timeout_s)
+    ray.kill(actor, no_restart=True)
+    return True

@@ -1,0 +1,280 @@
+"""What the controller knows and decides, without Ray: events in, leases and verdicts out.
+
+Per replica:
+
+```
+        attached                reported*                 divergence
+found ----------> leased ----------------------> leased ------------> condemned
+                    |  replaced: another controller attached           |
+                    +--------------> replaced                          v
+                    |  lost: rank 0 gone                              lost
+                    +--------------> lost
+```
+
+A replica that comes back is another one, with another name: there is no way back from `condemned`,
+`replaced` or `lost`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from overstory.orchestrator.digest_compare import Difference, DigestComparison
+from overstory.orchestrator.health import ProgressJudge
+from overstory.orchestrator.lease import Command, Lease
+from overstory.orchestrator.rates import rates
+
+Phase = Literal["found", "leased", "condemned", "replaced", "lost"]
+
+STALL_S = 60.0
+SILENCE_S = 30.0
+LOST_KEPT = 20
+"""Lost replicas that stay in the status, to say why they went."""
+
+
+@dataclass
+class ReplicaRecord:
+    """One replica as the controller follows it."""
+
+    name: str
+    ranks: int
+    phase: Phase = "found"
+    epoch: int = 0
+    seq: int = 0
+    granted_policy: str | None = None
+    own_policy: str | None = None
+    wants_lease: bool = False
+    commands: list[Command] = field(default_factory=list)
+    digests: DigestComparison = field(default_factory=lambda: DigestComparison(1))
+    judges: list[ProgressJudge] = field(default_factory=list)
+    reports: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    reported_at: dict[int, float] = field(default_factory=dict)
+    rates: dict[int, dict[str, float]] = field(default_factory=dict)
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A replica must end: its ranks differ."""
+
+    replica: str
+    difference: Difference
+
+
+class ControllerState:
+    """Everything one controller knows. Not thread-safe.
+
+    Args:
+        deployment: its name.
+        lease_steps: steps of each lease.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, deployment: str, lease_steps: int, clock: Callable[[], float]) -> None:
+        if lease_steps < 1:
+            raise ValueError(f"control.lease_steps must be at least 1, got {lease_steps}")
+        self._deployment = deployment
+        self._lease_steps = lease_steps
+        self._clock = clock
+        self._policy: str | None = None
+        self._replicas: dict[str, ReplicaRecord] = {}
+        self._started = clock()
+
+    # ------------------------------------------------------------------ events
+
+    def found(self, name: str, ranks: int) -> bool:
+        """A replica exists, by registration or by its ranks' names; True if it is new."""
+        if name in self._replicas:
+            return False
+        now = self._clock()
+        self._replicas[name] = ReplicaRecord(
+            name,
+            ranks,
+            digests=DigestComparison(ranks),
+            judges=[ProgressJudge(STALL_S, SILENCE_S, now) for _ in range(ranks)],
+        )
+        return True
+
+    def attached(self, name: str, epoch: int, policy: str) -> None:
+        """Rank 0 gave `epoch`; it runs under `policy`.
+
+        A controller that has no policy of its own (it was just started, or restarted) takes over
+        the
+        one it finds.
+        """
+        replica = self._replicas[name]
+        replica.phase, replica.epoch, replica.seq = "leased", epoch, 0
+        replica.granted_policy = None
+        if self._policy is None:
+            self._policy = policy
+
+    def reported(self, name: str, reports: Mapping[int, Mapping[str, Any]]) -> Verdict | None:
+        """Reports of some ranks came in; a verdict if their digests differ."""
+        replica, now = self._replicas[name], self._clock()
+        for rank, report in reports.items():
+            if rank in replica.reports:
+                seconds = now - replica.reported_at[rank]
+                replica.rates[rank] = rates(replica.reports[rank], report, seconds)
+            replica.reports[rank], replica.reported_at[rank] = report, now
+            replica.judges[rank].report(now, report)
+            replica.digests.add(rank, report["digests"])
+        if 0 in reports:
+            lease = reports[0]["lease"]
+            replica.wants_lease = bool(lease and lease["wants_next"])
+        difference = replica.digests.compare()
+        if difference is None or replica.phase == "condemned":
+            return None
+        replica.phase = "condemned"
+        replica.reason = (
+            f"ranks {difference.other} and {difference.rank} differ at forward {difference.forward}"
+        )
+        return Verdict(name, difference)
+
+    def replaced(self, name: str, reason: str) -> None:
+        """Another controller has attached to the replica: this one stops granting to it."""
+        self._leave(name, "replaced", reason)
+
+    def lost(self, name: str, reason: str) -> None:
+        """Rank 0 of the replica is gone. A condemned replica keeps its reason."""
+        self._leave(name, "lost", self._replicas[name].reason or reason)
+
+    def set_policy(self, policy: str) -> None:
+        """Each replica's next lease supersedes the present one and carries `policy`."""
+        self._policy = policy
+        for replica in self._replicas.values():
+            replica.own_policy = None
+
+    def add_command(self, name: str, command: Command) -> None:
+        """The replica's next lease supersedes the present one and carries `command`."""
+        self._replicas[name].commands.append(command)
+
+    # ------------------------------------------------------------------ decisions
+
+    def next_lease(self, name: str) -> Lease | None:
+        """The lease to grant now, or None if there is no reason to."""
+        replica = self._replicas[name]
+        if replica.phase != "leased" or self._policy is None:
+            return None
+        policy = replica.own_policy or self._policy
+        urgent = bool(replica.commands) or replica.granted_policy != policy
+        if not urgent and not replica.wants_lease:
+            return None
+        replica.seq += 1
+        lease = Lease(
+            replica.epoch,
+            replica.seq,
+            self._lease_steps,
+            policy,
+            tuple(replica.commands),
+            supersede=urgent,
+        )
+        replica.commands, replica.wants_lease = [], False
+        replica.granted_policy = policy
+        return lease
+
+    def refused(self, name: str, lease: Lease, reason: str) -> None:
+        """Rank 0 did not take `lease`: its number is free again and its commands are dropped.
+
+        Policies and commands are checked before they are set, so this is a replica that came later
+        and
+        has less room: it stays under the policy that it runs, and the status says why.
+        """
+        replica = self._replicas[name]
+        replica.seq -= 1
+        replica.granted_policy = None
+        replica.own_policy = replica.reports[0]["policy"] if 0 in replica.reports else "plain"
+        replica.reason = f"policy {lease.policy} refused: {reason}"
+
+    def digests_after(self, name: str, rank: int) -> int:
+        """Number of the last digest that the rank has reported: ask for those above."""
+        return self._replicas[name].digests.heard(rank)
+
+    def report_every(self) -> int:
+        """Launched batches between two reports: half a lease, so that one shows a difference."""
+        return max(1, self._lease_steps // 2)
+
+    def leased(self) -> list[str]:
+        """Names of the replicas that this controller steers."""
+        return [r.name for r in self._replicas.values() if r.phase == "leased"]
+
+    def command_results(self, name: str, ticket: str) -> dict[int, Any] | None:
+        """Results of a command by rank, or None while some rank has not reported it."""
+        replica = self._replicas[name]
+        results = {
+            rank: report["commands"][ticket]
+            for rank, report in replica.reports.items()
+            if ticket in report["commands"]
+        }
+        return results if len(results) == replica.ranks else None
+
+    def epoch(self, name: str) -> int:
+        """Epoch that this controller has at the replica."""
+        return self._replicas[name].epoch
+
+    def phase(self, name: str) -> Phase:
+        """Where the replica stands."""
+        return self._replicas[name].phase
+
+    def ranks(self, name: str) -> int:
+        """Number of the replica's ranks."""
+        return self._replicas[name].ranks
+
+    # ------------------------------------------------------------------ status
+
+    def status(self) -> dict[str, Any]:
+        """JSON-able picture for `overstory status`.
+
+        `deployment`, `policy`, `lease_steps`, `uptime_s`, `replicas`: list of `name`, `phase`,
+        `reason`,
+        `epoch`, `lease` (rank 0's ledger), `digests_equal_up_to`, `ranks`: list of `rank`, `pid`,
+        `health`,
+        `health_reason`, `forwards`, `load`, `steps`, `age_s` of the report, and `steps_per_s`,
+        `tokens_per_s`, `tokens_per_forward` between the last two reports.
+        """
+        now = self._clock()
+        return {
+            "deployment": self._deployment,
+            "policy": self._policy,
+            "lease_steps": self._lease_steps,
+            "uptime_s": round(now - self._started, 1),
+            "replicas": [self._replica_status(r, now) for r in self._replicas.values()],
+        }
+
+    def _replica_status(self, replica: ReplicaRecord, now: float) -> dict[str, Any]:
+        first = replica.reports.get(0, {})
+        return {
+            "name": replica.name,
+            "phase": replica.phase,
+            "reason": replica.reason,
+            "epoch": replica.epoch,
+            "lease": first.get("lease"),
+            "digests_equal_up_to": replica.digests.compared,
+            "ranks": [
+                self._rank_status(replica, rank, report, now)
+                for rank, report in sorted(replica.reports.items())
+            ],
+        }
+
+    @staticmethod
+    def _rank_status(
+        replica: ReplicaRecord, rank: int, report: Mapping[str, Any], now: float
+    ) -> dict[str, Any]:
+        health = replica.judges[rank].judge(now)
+        kept = ("pid", "forwards", "iterations", "policy", "load", "steps")
+        return {
+            "rank": rank,
+            "health": health.state,
+            "health_reason": health.reason,
+            "age_s": round(now - replica.reported_at[rank], 1),
+            **{name: report.get(name) for name in kept},
+            **replica.rates.get(rank, {}),
+        }
+
+    def _leave(self, name: str, phase: Phase, reason: str) -> None:
+        replica = self._replicas[name]
+        replica.phase, replica.reason = phase, reason
+        gone = [r.name for r in self._replicas.values() if r.phase in ("lost", "replaced")]
+        for old in gone[:-LOST_KEPT]:
+            del self._replicas[old]

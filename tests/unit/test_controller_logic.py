@@ -1,0 +1,282 @@
+"""The controller over ranks that are plain objects: real gates and ledgers, no Ray, no SGLang."""
+
+import asyncio
+import contextlib
+import functools
+import math
+
+import pytest
+from overstory.orchestrator import controller as module
+from overstory.orchestrator.controller import Controller
+from overstory.orchestrator.lease import Command
+from overstory.orchestrator.rank_directory import RankGone
+from overstory.workers.digest import DigestChain, StepFacts
+from overstory.workers.gate import StepGate
+
+DEADLINE_S = 10.0
+ALIKE = (StepFacts((), 1), StepFacts((), 1))
+
+
+def in_loop(test):
+    """Runs an async test in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*arguments, **named):
+        asyncio.run(test(*arguments, **named))
+
+    return run
+
+
+class FakeReplica:
+    """Two ranks in one object, stepped by hand."""
+
+    def __init__(self, phase="serving"):
+        self.gates = [StepGate(rank, math.inf, self._begin(rank)) for rank in (0, 1)]
+        self.chains = [DigestChain(), DigestChain()]
+        self.results = [{}, {}]
+        self.policies = ["plain", "plain"]
+        self.phase = phase
+        self.forwards = 0
+        self.ended = None
+        self.gone = False
+        self.room = {"plain", "chain", "tree-7"}
+
+    def launched(self):
+        return self.forwards
+
+    def idle(self):
+        return False
+
+    def drain(self):
+        pass
+
+    def step(self, facts=ALIKE):
+        """One iteration with a batch on both ranks; False if the gate would wait."""
+        view, seen = self.gates[0].view(), self.gates[0].counters()["forwards"]
+        left = view.remaining - (self.forwards - seen)
+        if view.mode != "unmanaged" and left <= 0 and not view.queued:
+            return False
+        begins = self.gates[0].before_pull(self)
+        for gate in self.gates:
+            gate.after_broadcast(list(begins), self)
+        self.forwards += 1
+        for chain, fact in zip(self.chains, facts, strict=True):
+            chain.add(self.forwards, fact)
+        return True
+
+    def _begin(self, rank):
+        def begin(lease):
+            self.policies[rank] = lease.policy
+            for command in lease.commands:
+                self.results[rank][command.ticket] = (rank, command.name)
+
+        return begin
+
+    def report(self, rank, after):
+        return {
+            **self.gates[rank].counters(),
+            "rank": rank,
+            "pid": rank,
+            "phase": self.phase,
+            "forwards": self.forwards,
+            "policy": self.policies[rank],
+            "lease": vars(self.gates[0].view()) if rank == 0 else None,
+            "load": {"running": 1, "waiting": 0},
+            "steps": {"verify": {}, "prefill": {}},
+            "digests": self.chains[rank].after(after),
+            "commands": dict(self.results[rank]),
+        }
+
+    async def call(self, rank, method, *arguments):
+        if self.gone:
+            raise RankGone("it is gone")
+        if method == "end":
+            self.ended, self.gone = (rank, *arguments), True
+            raise RankGone("it ends")
+        if method == "report":
+            return self.report(rank, *arguments)
+        if method == "exchange":
+            after, every, wait_s = arguments
+            await asyncio.to_thread(self.gates[0].await_due, min(wait_s, 0.05), after, every)
+            return self.report(rank, after)
+        if method == "check_policy":
+            if arguments[0] not in self.room:
+                raise ValueError(f"no room for {arguments[0]}")
+            return None
+        if method == "check_command":
+            return None
+        if method == "step_facts":
+            return self.chains[rank].facts(*arguments)
+        gate_method = {"grant": "offer"}.get(method, method)
+        return getattr(self.gates[rank], gate_method)(*arguments)
+
+
+class FakeRanks:
+    def __init__(self, **replicas):
+        self.all = replicas
+
+    async def replicas(self):
+        return {name: 2 for name, replica in self.all.items() if not replica.gone}
+
+    async def call(self, replica, rank, method, *arguments, timeout_s):
+        return await self.all[replica].call(rank, method, *arguments)
+
+    def forget(self, replica):
+        pass
+
+
+async def until(predicate, what):
+    async with asyncio.timeout(DEADLINE_S):
+        while not (found := predicate()):
+            await asyncio.sleep(0.005)
+    assert found, what
+    return found
+
+
+@contextlib.asynccontextmanager
+async def controlling(lease_steps=4, **replicas):
+    controller = Controller("demo", lease_steps, FakeRanks(**replicas))
+    controller.start()
+    try:
+        yield controller
+    finally:
+        await controller.close()
+
+
+def leased(replica):
+    return lambda: replica.gates[0].view().mode == "leased"
+
+
+async def lead(replica, steps):
+    """Steps the replica as leases allow, until it has launched so many batches more."""
+    goal = replica.forwards + steps
+    async with asyncio.timeout(DEADLINE_S):
+        while replica.forwards < goal:
+            if not replica.step():
+                await asyncio.sleep(0.001)
+
+
+@in_loop
+async def test_a_replica_found_by_name_is_leased_and_stays_so():
+    replica = FakeReplica()
+    async with controlling(r1=replica):
+        await until(lambda: replica.gates[0].view().queued, "a first lease")
+        await lead(replica, 40)
+        assert replica.gates[0].view().lapses == 0
+        assert replica.gates[1].counters()["seq"] >= 9, "the other rank follows"
+
+
+@in_loop
+async def test_a_replica_that_does_not_serve_yet_is_waited_for(monkeypatch):
+    monkeypatch.setattr(module, "RETRY_S", 0.01)
+    replica = FakeReplica(phase="weights")
+    async with controlling(r1=replica) as controller:
+        await asyncio.sleep(0.05)
+        assert replica.gates[0].view().epoch == 0
+        replica.phase = "serving"
+        await until(lambda: replica.gates[0].view().queued, "a lease")
+        status = await controller.status()
+        assert status["replicas"][0]["phase"] == "leased"
+
+
+@in_loop
+async def test_a_policy_takes_effect_at_the_next_boundary_of_all_ranks():
+    replica = FakeReplica()
+    async with controlling(lease_steps=1000, r1=replica) as controller:
+        await until(lambda: replica.gates[0].view().queued, "a lease")
+        await lead(replica, 3)
+        await controller.set_policy("tree-7")
+        await until(lambda: replica.gates[0].view().queued, "the superseding lease")
+        await lead(replica, 1)
+        assert replica.policies == ["tree-7", "tree-7"]
+
+
+@in_loop
+async def test_a_policy_without_room_is_refused_and_changes_nothing():
+    replica = FakeReplica()
+    async with controlling(r1=replica) as controller:
+        await until(lambda: replica.gates[0].view().queued, "a lease")
+        with pytest.raises(ValueError, match="no room for tree-63"):
+            await controller.set_policy("tree-63")
+        await lead(replica, 12)
+        assert replica.policies == ["plain", "plain"]
+
+
+@in_loop
+async def test_a_command_is_carried_out_on_all_ranks_and_answered():
+    replica = FakeReplica()
+    async with controlling(lease_steps=1000, r1=replica) as controller:
+        await until(lambda: replica.gates[0].view().queued, "a lease")
+        await lead(replica, 1)
+        task = asyncio.create_task(controller.run_command(Command("standing")))
+        await until(lambda: replica.gates[0].view().queued, "the command's lease")
+        await lead(replica, 1)
+        assert await task == {"r1": {0: (0, "standing"), 1: (1, "standing")}}
+        with pytest.raises(ValueError, match="no replica 'other'"):
+            await controller.run_command(Command("standing"), "other")
+
+
+@in_loop
+async def test_ranks_that_differ_are_caught_within_one_lease_and_named():
+    replica = FakeReplica()
+    async with controlling(lease_steps=8, r1=replica) as controller:
+        await until(lambda: replica.gates[0].view().queued, "a lease")
+        await lead(replica, 5)
+        replica.step((StepFacts((), 1), StepFacts((), 2)))
+        wrong = replica.forwards
+        while not replica.ended and replica.forwards < wrong + 8:
+            replica.step()
+            await asyncio.sleep(0.02)
+        await until(lambda: replica.ended, "the end of the rank to blame")
+        rank, cause, _code = replica.ended
+        assert rank == 1
+        assert f"ranks 0 and 1 differ at forward {wrong}: free KV slots 1 and 2" in cause
+        status = await controller.status()
+        assert status["replicas"][0]["phase"] == "lost"
+        assert "differ" in status["replicas"][0]["reason"]
+
+
+@in_loop
+async def test_a_second_controller_takes_over_with_a_larger_epoch_and_the_first_stops():
+    replica = FakeReplica()
+    async with controlling(r1=replica) as first:
+        await until(lambda: replica.gates[0].view().queued, "a lease of the first")
+        await lead(replica, 2)
+        async with controlling(r1=replica):
+            await until(lambda: replica.gates[0].view().queued or not replica.step(), "a lease")
+            await lead(replica, 20)
+            assert replica.gates[0].view().epoch == 2
+            status = await until_status(first, "replaced")
+            assert "epoch 1 is over" in status["replicas"][0]["reason"]
+
+
+async def until_status(controller, phase):
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            status = await controller.status()
+            if status["replicas"][0]["phase"] == phase:
+                return status
+            await asyncio.sleep(0.01)
+
+
+@in_loop
+async def test_a_lost_replica_is_reported_and_a_new_one_is_followed(monkeypatch):
+    monkeypatch.setattr(module, "DISCOVERY_S", 0.02)
+    old, new = FakeReplica(), FakeReplica()
+    async with controlling(old=old) as controller:
+        await until(lambda: old.gates[0].view().queued, "a lease")
+        old.gone = True
+        status = await until_status(controller, "lost")
+        assert "it is gone" in status["replicas"][0]["reason"]
+        controller._ranks.all["new"] = new
+        await until(lambda: new.gates[0].view().queued, "a lease of the new one")
+
+
+@in_loop
+async def test_closing_lets_replicas_run_freely_at_once():
+    replica = FakeReplica()
+    async with controlling(r1=replica):
+        await until(lambda: replica.gates[0].view().queued, "a lease")
+        await lead(replica, 2)
+    assert replica.gates[0].view().mode == "unmanaged"
+    assert replica.step()

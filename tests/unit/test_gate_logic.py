@@ -1,0 +1,183 @@
+"""The step gate with a scheduler made of counters."""
+
+import math
+import threading
+
+import pytest
+from overstory.orchestrator.lease import Command, Lease
+from overstory.workers.gate import LeaseBegins, RanksDiverged, StepGate
+
+DEADLINE_S = 10.0
+
+
+class Scheduler:
+    """Stands in for SGLang's: batches launched, work in hand, requests waiting at the socket."""
+
+    def __init__(self, busy=True):
+        self.count = 0
+        self.busy = busy
+        self.input = False
+        self.naps = []
+        self.drained = 0
+        self.asleep = threading.Event()
+
+    def launched(self):
+        return self.count
+
+    def idle(self):
+        return not self.busy
+
+    def input_waits(self, timeout_s, wake_line):
+        import select
+
+        self.naps.append(timeout_s)
+        self.asleep.set()
+        if self.input:
+            return True
+        select.select([wake_line], [], [], timeout_s)
+        return False
+
+    def drain(self):
+        self.drained += 1
+
+
+@pytest.fixture
+def begun():
+    return []
+
+
+@pytest.fixture
+def gate(begun):
+    return StepGate(0, math.inf, begun.append)
+
+
+def background(function):
+    done = []
+    thread = threading.Thread(target=lambda: done.append(function()), daemon=True)
+    thread.start()
+    return thread, done
+
+
+def finish(thread):
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive(), "still waiting at the gate"
+
+
+def run_iteration(gate, scheduler, launch=True):
+    """One iteration of rank 0: pull, (broadcast), begin, maybe launch a batch."""
+    begins = gate.before_pull(scheduler)
+    gate.after_broadcast([*begins, "request"], scheduler)
+    if launch:
+        scheduler.count += 1
+
+
+def test_a_lease_reaches_every_rank_in_front_of_the_requests(gate, begun):
+    scheduler = Scheduler()
+    granted = Lease(gate.attach(), 1, 2, "chain")
+    gate.offer(granted)
+    message = gate.before_pull(scheduler)
+    assert message == [LeaseBegins(granted, 0)]
+    follower_begun = []
+    follower = StepGate(1, math.inf, follower_begun.append)
+    for one in (gate, follower):
+        assert one.after_broadcast([*message, "a", "b"], scheduler) == ["a", "b"]
+        assert one.counters()["policy"] == "chain"
+        assert (one.counters()["epoch"], one.counters()["seq"]) == (1, 1)
+    assert begun == follower_begun == [granted]
+
+
+def test_rank_0_stops_when_steps_are_used_up_and_goes_on_with_the_next_lease(gate):
+    scheduler = Scheduler()
+    epoch = gate.attach()
+    gate.offer(Lease(epoch, 1, 3, "plain"))
+    for _ in range(3):
+        run_iteration(gate, scheduler)
+    thread, done = background(lambda: gate.before_pull(scheduler))
+    thread.join(0.05)
+    assert thread.is_alive()
+    assert gate.view().mode == "waiting"
+    gate.offer(Lease(epoch, 2, 1, "plain"))
+    finish(thread)
+    assert done[0][0].lease.seq == 2
+
+
+def test_a_waiting_rank_goes_on_when_its_controller_lets_go(gate):
+    scheduler = Scheduler()
+    epoch = gate.attach()
+    gate.offer(Lease(epoch, 1, 1, "plain"))
+    run_iteration(gate, scheduler)
+    thread, done = background(lambda: gate.before_pull(scheduler))
+    gate.detach(epoch)
+    finish(thread)
+    assert done == [[]]
+
+
+def test_an_idle_replica_sleeps_and_a_lease_wakes_it(gate):
+    scheduler = Scheduler(busy=False)
+    thread, done = background(lambda: gate.before_pull(scheduler))
+    assert scheduler.asleep.wait(DEADLINE_S)
+    gate.offer(Lease(gate.attach(), 1, 1, "plain"))
+    finish(thread)
+    assert [message.lease.seq for message in done[0]] == [1]
+    assert scheduler.naps == [pytest.approx(5.0)]
+
+
+def test_a_lease_offered_before_the_nap_is_not_slept_over(gate):
+    scheduler = Scheduler(busy=False)
+    gate.offer(Lease(gate.attach(), 1, 1, "plain"))
+    assert gate.before_pull(scheduler)
+    assert scheduler.naps == [0.0]
+
+
+def test_a_request_at_the_socket_counts_as_work(gate):
+    """Else an idle replica whose steps are used up would launch one batch too many."""
+    scheduler = Scheduler()
+    epoch = gate.attach()
+    gate.offer(Lease(epoch, 1, 1, "plain"))
+    run_iteration(gate, scheduler)
+    scheduler.busy, scheduler.input = False, True
+    thread, _ = background(lambda: gate.before_pull(scheduler))
+    thread.join(0.05)
+    assert thread.is_alive()
+    gate.offer(Lease(epoch, 2, 1, "plain"))
+    finish(thread)
+
+
+@pytest.mark.parametrize(("drain", "times"), [(False, 0), (True, 1)])
+def test_only_commands_that_ask_for_it_drain_what_is_in_flight(gate, drain, times):
+    scheduler = Scheduler()
+    gate.offer(Lease(gate.attach(), 1, 1, "plain", (Command("standing", drain=drain),)))
+    run_iteration(gate, scheduler)
+    assert scheduler.drained == times
+
+
+def test_a_rank_that_stands_elsewhere_fails_at_once():
+    follower = StepGate(1, math.inf, lambda lease: None)
+    scheduler = Scheduler()
+    scheduler.count = 4
+    message = LeaseBegins(Lease(1, 1, 1, "plain"), launched=5)
+    with pytest.raises(RanksDiverged, match=r"rank 1 has launched 4 batches, rank 0 5"):
+        follower.after_broadcast([message], scheduler)
+
+
+def test_a_report_is_due_after_some_batches_or_when_a_lease_is_wanted_or_offered(gate):
+    scheduler = Scheduler()
+    epoch = gate.attach()
+    gate.offer(Lease(epoch, 1, 100, "plain"))
+    run_iteration(gate, scheduler)
+    thread, _ = background(lambda: gate.await_due(60.0, seen=0, every=10))
+    thread.join(0.05)
+    assert thread.is_alive()
+    while scheduler.count < 11:
+        run_iteration(gate, scheduler)
+    finish(thread)
+    thread, _ = background(lambda: gate.await_due(60.0, seen=10, every=1000))
+    while scheduler.count < 53:
+        run_iteration(gate, scheduler)
+    finish(thread)
+    gate.offer(Lease(epoch, 2, 100, "plain"))
+    thread, _ = background(lambda: gate.await_due(60.0, seen=53, every=1000))
+    thread.join(0.05)
+    assert thread.is_alive()
+    gate.offer(Lease(epoch, 3, 100, "plain"))
+    finish(thread)
