@@ -1,29 +1,61 @@
 # The two commands: `make demo` and `make test`. Everything else serves them.
 SHELL := /bin/bash
-PYTHON ?= python3
+.DELETE_ON_ERROR:
+
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.ready-$(shell cat constraints.txt pyproject.toml setup.py | sha256sum | cut -c1-16)
+DEPLOYMENT := clusters/local/deployment.yaml
 
-.PHONY: env demo down test test-unit test-full lint format
+# The environment is made anew only when what goes into it changes: the pins, the dependencies and
+# entry points (all of pyproject.toml above the first tool's section), the package mapping.
+PINS := $(shell (cat constraints.txt setup.py; sed '/^\[tool.ruff/,$$d' pyproject.toml) \
+	| sha256sum | cut -c1-16)
+STAMP := $(VENV)/.ready-$(PINS)
 
+.PHONY: env demo down test test-unit test-full lint format help
+
+help:
+	@sed -n 's/^## //p' $(MAKEFILE_LIST)
+
+## make env        the environment in .venv (made once, kept while the pins stay)
 env: $(STAMP)
 
-$(STAMP): constraints.txt pyproject.toml setup.py
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt uv
-	$(BIN)/uv pip install --python $(BIN)/python -q -c constraints.txt -e '.[dev]'
-	rm -f $(VENV)/.ready-*
-	touch $@
+# Python is looked for only here: a made environment needs none.
+$(STAMP):
+	@test -x $(BIN)/python || { python=$$(tests/find-python.sh) && echo "environment: $$python" \
+		&& $$python -m venv $(VENV); }
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt uv
+	$(BIN)/uv pip install -q --python $(BIN)/python -c constraints.txt -e '.[dev]'
+	@rm -f $(VENV)/.ready-*
+	@touch $@
 
+## make demo       deploy the built-in model here, stream a completion, show what speculation gains
+demo: env
+	$(BIN)/python -m overstory.orchestrator.demo $(DEPLOYMENT)
+
+## make down       take the demo's deployment away
+down: env
+	$(BIN)/overstory down
+
+## make test       a sample of every kind of test that this machine can run
+test: env
+	tests/run.sh sample
+
+## make test-unit  the tests that need neither Ray nor SGLang
 test-unit: env
-	$(BIN)/pytest tests/unit
+	$(BIN)/pytest tests/unit -m "not full"
 
+## make test-full  every test at full size; writes docs/test-results.md
+test-full: env
+	tests/run.sh full
+
+## make lint       ruff and mypy
 lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	PYTHON=$(BIN)/python tests/mypy.sh
 
+## make format     what ruff can mend
 format: env
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .

@@ -9,8 +9,8 @@ def packages() -> list[str]:
     """Every package under the mapped folders, by its import name."""
     found = []
     for folder in FOLDERS:
-        found.append(f"overstory.{folder}")
-        found += [f"overstory.{folder}.{name}" for name in find_namespace_packages(folder)]
+        inner = find_namespace_packages(folder, exclude=["*__pycache__*"])
+        found += [f"overstory.{folder}", *(f"overstory.{folder}.{name}" for name in inner)]
     return found
 
 

@@ -200,9 +200,11 @@ def bench(
 ) -> None:
     """Measure plain, chain and tree decoding through the endpoint, interleaved in one run."""
     with _told():
-        from overstory.orchestrator.bench import parse_settings, run_bench
+        from overstory.orchestrator.bench_rows import parse_settings
 
         settings = parse_settings(modes, prompts, max_new_tokens, concurrency, temperature, rounds)
+        from overstory.orchestrator.bench import run_bench
+
         run_bench(name, settings, json_file)
 
 

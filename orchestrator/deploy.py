@@ -66,6 +66,7 @@ def deploy(spec: DeploymentSpec, progress: Progress, timeout_s: float) -> Deploy
     record = _remember(spec, plan, used)
     try:
         serving.start_app(spec, plan.nodes_per_replica)
+        serving.start_controller(spec)
         _await_ready(record, spec, progress, timeout_s)
     except BaseException as error:
         cause = f"interrupted: {error!r}" if isinstance(error, KeyboardInterrupt) else str(error)

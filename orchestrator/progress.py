@@ -12,7 +12,8 @@ _RANK_PHASE = {
     "created": "placement",
     "importing": "weights",
     "imported": "weights",
-    "loading": "weights",
+    "weights": "weights",
+    "memory": "weights",
     "ready": "warm-up",
     "serving": "warm-up",
 }

@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 from overstory.orchestrator.app import build_app, http_options
+from overstory.orchestrator.controller_actor import end_controller, ensure_controller
 from overstory.orchestrator.errors import UserFault
 from overstory.orchestrator.rank_group import CONTROL, NAMESPACE, call
 from overstory.orchestrator.spec import DeploymentSpec
@@ -96,6 +97,11 @@ def start_app(spec: DeploymentSpec, nodes_per_replica: int) -> None:
     )
 
 
+def start_controller(spec: DeploymentSpec) -> None:
+    """The deployment's controller, which finds the replicas by their ranks' names."""
+    ensure_controller(spec.name, spec.control.lease_steps)
+
+
 def app_status(name: str) -> AppStatus | None:
     """None if Serve does not know the application (or does not run)."""
     if not serve_running():
@@ -146,6 +152,7 @@ def remove_app(name: str) -> None:
     Raises:
         StillThere: some of it is still there after `GONE_TIMEOUT_S`.
     """
+    end_controller(name)
     if name in app_names():
         serve.delete(name)
     for actor_name in actor_names(name):

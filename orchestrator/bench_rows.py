@@ -1,0 +1,223 @@
+"""What a benchmark measures and how it is summed up. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from overstory.orchestrator.errors import UserFault
+from overstory.workers.tree_policy import TreePolicy
+
+
+class BenchError(UserFault):
+    """A benchmark that cannot be run as asked."""
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """What to measure: every mode at every concurrency and temperature, `rounds` times."""
+
+    modes: tuple[str, ...]
+    prompts: int
+    max_new_tokens: int
+    concurrency: tuple[int, ...]
+    temperatures: tuple[float, ...]
+    rounds: int
+
+    def cells(self) -> list[tuple[int, float]]:
+        """(concurrency, temperature) pairs."""
+        return [(c, t) for t in self.temperatures for c in self.concurrency]
+
+    def order(self, round_number: int) -> tuple[str, ...]:
+        """Modes in the order of this round: turned by one each time, so none is always first."""
+        turn = round_number % len(self.modes)
+        return self.modes[turn:] + self.modes[:turn]
+
+
+def _numbers(name: str, text: str, kind: type, least: float) -> tuple[Any, ...]:
+    try:
+        values = tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        values = ()
+    if not values or min(values) < least:
+        raise BenchError(
+            f"--{name}: got {text!r}, wanted {kind.__name__} numbers of at least {least:g}, "
+            "separated by commas"
+        )
+    return values
+
+
+def parse_settings(
+    modes: str,
+    prompts: int,
+    max_new_tokens: int,
+    concurrency: str,
+    temperature: str,
+    rounds: int,
+) -> BenchSettings:
+    """Settings from the command line's texts.
+
+    Raises:
+        BenchError: an option is not what it should be.
+    """
+    try:
+        policies = tuple(str(TreePolicy.parse(part)) for part in modes.split(","))
+    except ValueError as error:
+        raise BenchError(f"--modes: {error}") from error
+    if len(set(policies)) != len(policies):
+        raise BenchError(f"--modes: got {modes!r}, wanted each mode once")
+    counts = (("prompts", prompts), ("max-new-tokens", max_new_tokens), ("rounds", rounds))
+    for name, value in counts:
+        if value < 1:
+            raise BenchError(f"--{name}: got {value}, wanted at least 1")
+    return BenchSettings(
+        policies,
+        prompts,
+        max_new_tokens,
+        _numbers("concurrency", concurrency, int, 1),
+        _numbers("temperature", temperature, float, 0),
+        rounds,
+    )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One request: seconds to its first text and new tokens."""
+
+    first_s: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One mode measured once: all prompts, and what rank 0 of the replicas counted meanwhile."""
+
+    mode: str
+    concurrency: int
+    temperature: float
+    seconds: float
+    answers: tuple[Answer, ...]
+    counters: Mapping[str, Any]
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of all requests."""
+        return sum(answer.tokens for answer in self.answers)
+
+
+_SUMS = ("forwards", "requests", "rows", "tokens")
+_DEPTHS = ("offered_by_depth", "accepted_by_depth")
+
+
+def counted(
+    before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], mode: str
+) -> dict[str, Any]:
+    """What ranks counted under `mode` between two snapshots (`StepStats.snapshot`), added up.
+
+    Args:
+        before, after: one snapshot for each rank looked at, in the same order.
+    """
+    total: dict[str, Any] = dict.fromkeys(_SUMS, 0) | {name: [] for name in _DEPTHS}
+    for earlier, later in zip(before, after, strict=True):
+        old = earlier["verify"].get(mode, {})
+        new = later["verify"].get(mode, {})
+        for name in _SUMS:
+            total[name] += new.get(name, 0) - old.get(name, 0)
+        for name in _DEPTHS:
+            total[name] = _add(total[name], new.get(name, []), 1)
+            total[name] = _add(total[name], old.get(name, []), -1)
+    return total
+
+
+def _add(left: Sequence[int], right: Sequence[int], sign: int) -> list[int]:
+    width = max(len(left), len(right))
+    padded = [[*side, *[0] * (width - len(side))] for side in (left, right)]
+    return [a + sign * b for a, b in zip(*padded, strict=True)]
+
+
+def _ratio(part: float, whole: float, digits: int) -> float | None:
+    return round(part / whole, digits) if whole else None
+
+
+def summarise(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """One row for each mode, concurrency and temperature, in order of first appearance.
+
+    `tokens_per_s` is the median over the rounds (all in `tokens_per_s_rounds`); `speedup` is over
+    `plain` of the same cell; `tokens_per_forward` is tokens per request and target forward;
+    `ms_per_step` is wall time per target forward, prefill and HTTP included; `accepted_by_depth` is
+    the share of drafts whose accepted path reached depth 1, 2, ...; `ttft_ms` is the median time to
+    a request's first text.
+    """
+    cells: dict[tuple[str, int, float], list[Sample]] = {}
+    for sample in samples:
+        key = (sample.mode, sample.concurrency, sample.temperature)
+        cells.setdefault(key, []).append(sample)
+    rows = [_row(group) for group in cells.values()]
+    plain = {
+        (row["concurrency"], row["temperature"]): row["tokens_per_s"]
+        for row in rows
+        if row["mode"] == "plain"
+    }
+    for row in rows:
+        base = plain.get((row["concurrency"], row["temperature"]))
+        row["speedup"] = _ratio(row["tokens_per_s"], base, 2) if base else None
+    return rows
+
+
+def _row(group: Sequence[Sample]) -> dict[str, Any]:
+    rates = [round(sample.tokens / sample.seconds, 2) for sample in group]
+    forwards = sum(sample.counters["forwards"] for sample in group)
+    requests = sum(sample.counters["requests"] for sample in group)
+    accepted: list[int] = []
+    for sample in group:
+        accepted = _add(accepted, sample.counters["accepted_by_depth"], 1)
+    first = [answer.first_s for sample in group for answer in sample.answers]
+    return {
+        "mode": group[0].mode,
+        "concurrency": group[0].concurrency,
+        "temperature": group[0].temperature,
+        "tokens_per_s": round(median(rates), 2),
+        "tokens_per_forward": _ratio(sum(s.counters["tokens"] for s in group), requests, 3),
+        "ms_per_step": _ratio(1000 * sum(sample.seconds for sample in group), forwards, 2),
+        "accepted_by_depth": [_ratio(count, requests, 4) for count in accepted],
+        "ttft_ms": round(1000 * median(first), 1),
+        "tokens_per_s_rounds": rates,
+        "requests": sum(len(sample.answers) for sample in group),
+        "tokens": sum(sample.tokens for sample in group),
+        "forwards": forwards,
+    }
+
+
+def render_rows(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows as a table."""
+    head = ("mode", "conc", "temp", "tokens/s", "x plain", "tok/fwd", "ms/step", "TTFT ms")
+    table = [head]
+    for row in rows:
+        speedup = "" if row["speedup"] is None else f"{row['speedup']:.2f}"
+        table.append(
+            (
+                row["mode"],
+                str(row["concurrency"]),
+                f"{row['temperature']:g}",
+                f"{row['tokens_per_s']:.1f}",
+                speedup,
+                _number(row["tokens_per_forward"], 2),
+                _number(row["ms_per_step"], 1),
+                f"{row['ttft_ms']:.0f}",
+            )
+        )
+    widths = [max(len(line[column]) for line in table) for column in range(len(head))]
+    lines = []
+    for line, depths in zip(table, ["accepted by depth", *map(_depths, rows)], strict=True):
+        cells = [line[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        lines.append("  ".join([*cells, depths]))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _depths(row: Mapping[str, Any]) -> str:
+    return " ".join(_number(share, 2) for share in row["accepted_by_depth"])

@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Runs every kind of test that this machine can run, and says what it left out and why.
+#   tests/run.sh sample   minutes: everything but the tests marked `full`
+#   tests/run.sh full     everything; writes docs/test-results.md
+set -uo pipefail
+cd "$(dirname "$0")/.."
+size=${1:?sample or full}
+results=$(mktemp -d)
+trap 'rm -rf "$results"' EXIT
+markers=()
+[ "$size" = full ] || markers=(-m "not full")
+
+why_not() { # kind -> why it cannot run here; empty if it can
+  case $1 in
+    gpu) nvidia-smi -L >/dev/null 2>&1 || echo "no NVIDIA GPU on this machine" ;;
+  esac
+}
+
+failed=0
+summary=()
+for kind in unit engine cluster gpu; do
+  reason=$(why_not "$kind")
+  if [ -z "$(find "tests/$kind" -name 'test_*.py' 2>/dev/null | head -1)" ]; then
+    reason="no tests of this kind yet"
+  fi
+  if [ -n "$reason" ]; then
+    summary+=("$kind: skipped: $reason")
+    continue
+  fi
+  echo "== $kind"
+  begun=$SECONDS
+  .venv/bin/pytest "tests/$kind" "${markers[@]}" -q --durations=5 --junit-xml="$results/$kind.xml"
+  code=$?
+  taken=$((SECONDS - begun))
+  if [ $code -eq 0 ]; then
+    summary+=("$kind: passed in $taken s")
+  else
+    summary+=("$kind: FAILED (pytest exit code $code) after $taken s")
+    failed=1
+  fi
+done
+
+[ "$size" != full ] || .venv/bin/python tests/report.py "$results" "${summary[@]}" >docs/test-results.md
+echo "== summary ($size, ${SECONDS} s)"
+printf '%s\n' "${summary[@]}"
+[ "$size" = full ] || echo "left out: tests marked \`full\` (make test-full)"
+exit $failed
