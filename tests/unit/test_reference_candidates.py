@@ -83,9 +83,10 @@ def test_forbidden_tokens_come_last_with_no_probability() -> None:
 
 
 def test_rounding_never_gives_a_logprob_above_zero() -> None:
-    logits = torch.randn(2000, 3, generator=torch.Generator().manual_seed(3)) * 30
-    logprobs, _ = merge_candidates(split(logits, [1, 2], 1), 1)
-    assert float(logprobs.max()) <= 0.0
+    """Another implementation of the shard may round its normaliser below the best logit."""
+    shard = Shard(torch.tensor([[1.0]]), torch.tensor([[4]]), torch.tensor([0.9999999]))
+    logprobs, _ = merge_candidates([shard], 1)
+    assert logprobs.tolist() == [[0.0]]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

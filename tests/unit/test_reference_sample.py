@@ -138,16 +138,14 @@ def test_values_that_filter_nothing(inactive: dict[str, float]) -> None:
 
 def test_a_top_p_of_one_filters_nothing_beside_a_row_that_filters() -> None:
     logits = random_logits(40, 4096, seed=8)
-    probs = torch.softmax(logits, dim=1)
-    ordered = probs.sort(dim=1, descending=True).values
-    sums_beyond_one = (ordered.cumsum(dim=1) - ordered > 1.0).any(dim=1)
-    assert bool(sums_beyond_one.any()), "no row here would lose tokens to rounding"
-    arguments = call(logits)
-    arguments[3][::2] = 0.5
-    assert bool((filtered_probs(*arguments)[1::2] > 0).all())
-    arguments[3][:] = 0.5
-    arguments[3][sums_beyond_one] = 1.0
-    assert bool((filtered_probs(*arguments)[sums_beyond_one] > 0).all())
+    ordered = torch.softmax(logits, dim=1).sort(dim=1, descending=True).values
+    rounds_up = (ordered.cumsum(dim=1) - ordered > 1.0)[:, :4095].any(dim=1)
+    assert bool(rounds_up.any()), "no row here would lose tokens to rounding"
+    arguments = call(logits, top_k=4095, top_p=0.5)
+    arguments[3][rounds_up] = 1.0
+    kept = (filtered_probs(*arguments) > 0).sum(dim=1)
+    assert set(kept[rounds_up].tolist()) == {4095}
+    assert int(kept[~rounds_up].max()) < 4095
 
 
 @pytest.mark.parametrize("greedy", [{"temperature": 0.0}, {"top_k": 1}, {"temperature": 1e-7}])
