@@ -4,6 +4,7 @@ SHELL := /bin/bash
 
 VENV := .venv
 BIN := $(VENV)/bin
+DEVICE ?= cpu
 DEPLOYMENT := clusters/local/deployment.yaml
 
 # The environment is made anew only when what goes into it changes: the pins, the dependencies and
@@ -31,7 +32,7 @@ $(STAMP):
 
 ## make demo       deploy the built-in model here, stream a completion, show what speculation gains
 demo: env
-	$(BIN)/python -m overstory.orchestrator.demo $(DEPLOYMENT)
+	$(BIN)/python -m overstory.orchestrator.demo $(DEPLOYMENT) --device $(DEVICE)
 
 ## make down       take the demo's deployment away
 down: env

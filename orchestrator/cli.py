@@ -110,10 +110,12 @@ def deploy(
         plan(file, overrides)
         return
     with _told():
+        from overstory.orchestrator.plan import check_models
         from overstory.orchestrator.spec import load_spec
 
         spec = load_spec(file, overrides or ())
-        # Ray is imported only after the file has been found good.
+        check_models(spec)
+        # Ray is imported only after file and models have been found good.
         from overstory.orchestrator.deploy import deploy as run
         from overstory.orchestrator.progress import Progress
 

@@ -177,16 +177,26 @@ def model_faults(spec: DeploymentSpec, settings: EngineSettings) -> list[str]:
     return faults + length_faults(target, settings.server_args)
 
 
+def check_models(spec: DeploymentSpec) -> EngineSettings:
+    """The engine's settings, if deployment and models fit each other.
+
+    Raises:
+        PlanError: they do not; one line for each fault.
+    """
+    settings = resolve_engine(spec)
+    faults = model_faults(spec, settings)
+    if faults:
+        raise PlanError(*faults)
+    return settings
+
+
 def make_plan(spec: DeploymentSpec, nodes: Sequence[NodeInventory]) -> Plan:
     """The plan of `spec` on `nodes`.
 
     Raises:
         PlanError: it cannot run there; one line for each fault.
     """
-    settings = resolve_engine(spec)
-    faults = model_faults(spec, settings)
-    if faults:
-        raise PlanError(*faults)
+    settings = check_models(spec)
     device = spec.resources.device
     gpu_bytes = min((n.gpu_memory for n in nodes if n.gpus), default=0.0) * spec.resources.gpus
     args = settings.server_args

@@ -16,6 +16,7 @@ from overstory.orchestrator.rank_group import CONTROL, NAMESPACE, call
 from overstory.orchestrator.spec import DeploymentSpec
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve._private.common import DeploymentID
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 CALL_TIMEOUT_S = 10.0
@@ -91,10 +92,27 @@ def start_app(spec: DeploymentSpec, nodes_per_replica: int) -> None:
     """Hands the application to Serve and returns; Serve brings it up meanwhile."""
     serve.start(proxy_location="HeadOnly", http_options=http_options(spec))
     serve.run_many(
-        [serve.RunTarget(build_app(spec, nodes_per_replica), name=spec.name, route_prefix="/")],
+        [
+            serve.RunTarget(
+                build_app(spec, nodes_per_replica),
+                name=spec.name,
+                route_prefix="/",
+                external_scaler_enabled=True,  # for `set_replicas`
+            )
+        ],
         wait_for_ingress_deployment_creation=False,
         wait_for_applications_running=False,
     )
+
+
+def set_replicas(name: str, replicas: int) -> None:
+    """Sets the number of replicas of a running application; those that stay keep running.
+
+    `serve.run` with another number would start every replica anew.
+    """
+    client = serve.context._get_global_client()
+    target = DeploymentID(name="Replica", app_name=name)
+    ray.get(client._controller.update_deployment_replicas.remote(target, replicas), timeout=60)
 
 
 def start_controller(spec: DeploymentSpec) -> None:

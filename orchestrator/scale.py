@@ -1,0 +1,65 @@
+"""`overstory scale`: another number of replicas; those that stay are not touched."""
+
+import dataclasses
+import time
+
+from overstory.orchestrator import cluster, serving
+from overstory.orchestrator.control import connected
+from overstory.orchestrator.errors import UserFault
+from overstory.orchestrator.plan import make_plan
+from overstory.orchestrator.progress import Progress, describe_ranks
+from overstory.orchestrator.spec import DeploymentSpec, parse_spec
+from overstory.orchestrator.state import DeploymentRecord, changing_state
+
+_POLL_S = 0.5
+
+
+class ScaleError(UserFault):
+    """The number of replicas could not be changed; what ran goes on."""
+
+
+def scale(name: str | None, replicas: int, progress: Progress, timeout_s: float) -> None:
+    """Sets the number of replicas and waits until so many run.
+
+    Raises:
+        ScaleError: not a number of replicas, or not reached in time.
+        PlanError: no room for the new ones.
+    """
+    if replicas < 1:
+        raise ScaleError(f"replicas: got {replicas}, wanted at least 1; `overstory down` ends all")
+    with connected(name) as record:
+        serving.quiet_serve_logs()
+        spec = parse_spec(record.spec)
+        more = replicas - spec.replicas
+        if more > 0:
+            wanted = spec.model_copy(update={"replicas": more})
+            make_plan(wanted, cluster.ray_inventory())
+        progress.tell("placement", f"{spec.replicas} -> {replicas} replicas")
+        serving.set_replicas(record.name, replicas)
+        _remember(record, spec, replicas)
+        _await_replicas(record.name, replicas, spec.tp_size, progress, timeout_s)
+
+
+def _remember(record: DeploymentRecord, spec: DeploymentSpec, replicas: int) -> None:
+    changed = spec.model_copy(update={"replicas": replicas}).model_dump()
+    with changing_state() as state:
+        state.deployments[record.name] = dataclasses.replace(record, spec=changed)
+
+
+def _await_replicas(
+    name: str, replicas: int, tp_size: int, progress: Progress, timeout_s: float
+) -> None:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        app = serving.app_status(name)
+        states = dict(app.replicas["Replica"]) if app is not None else {}
+        if states == {"RUNNING": replicas}:
+            progress.tell("first token", f"{replicas} replicas run")
+            return
+        progress.tell(*describe_ranks(serving.ask_ranks(name, "phase", 2.0), replicas * tp_size))
+        if time.monotonic() > deadline:
+            raise ScaleError(
+                f"not {replicas} running replicas within {timeout_s:.0f} s: {states or 'none'}; "
+                f"{app.message if app else 'Serve does not know the deployment'}"
+            )
+        time.sleep(_POLL_S)
