@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import Any
 
 import ray
@@ -40,6 +41,10 @@ class _ControllerActor:
     async def status(self) -> dict[str, Any]:
         """See `Controller.status`."""
         return await self._controller.status()
+
+    async def pid(self) -> int:
+        """Its process, for status and tests."""
+        return os.getpid()
 
     async def close(self) -> None:
         """See `Controller.close`."""

@@ -1,0 +1,110 @@
+"""The controller as an actor over real ranks: steering, dying, coming back."""
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+from leftovers import actors_of, wait_until
+from live_engine import LiveEngine
+from overstory.orchestrator.controller_actor import end_controller, ensure_controller
+from overstory.orchestrator.lease import Command
+
+LEASE_STEPS = 8
+LEASE_TIMEOUT_S = 2.0
+TOKENS = 300
+NOTICE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[LiveEngine]:
+    engine = LiveEngine(lease_timeout_s=LEASE_TIMEOUT_S)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def controller(live: LiveEngine) -> Iterator[Any]:
+    """A controller that leases the replica, found by its ranks' names alone."""
+    actor = ensure_controller(live.deployment, LEASE_STEPS)
+    wait_until(lambda: replica(actor) and replica(actor)["phase"] == "leased", NOTICE_S, "a lease")
+    yield actor
+    end_controller(live.deployment)
+    wait_until(lambda: not [n for n in actors_of(live.deployment) if "controller" in n], 10, "end")
+
+
+def replica(actor: Any) -> dict[str, Any] | None:
+    replicas = ray.get(actor.status.remote(), timeout=30)["replicas"]
+    return replicas[0] if replicas else None
+
+
+def lease(live: LiveEngine) -> dict[str, Any]:
+    return live.ask(0, "report", 10**9)["lease"]
+
+
+def test_a_stream_under_leases_equals_a_free_one_and_is_reported(
+    live: LiveEngine, controller: Any
+) -> None:
+    expected = live.generate(TOKENS)
+    before = lease(live)
+    assert live.generate(TOKENS) == expected
+    after = lease(live)
+    assert after["seq"] - before["seq"] >= TOKENS // 8 // LEASE_STEPS
+    status = replica(controller)
+    assert status is not None
+    ranks = status["ranks"]
+    assert [rank["health"] for rank in ranks] == ["idle", "idle"]
+    assert ranks[0]["forwards"] == ranks[1]["forwards"] > 0
+    verify = ranks[0]["steps"]["verify"]["tree-7"]
+    assert verify["tokens"] >= TOKENS
+    assert len(verify["accepted_by_depth"]) >= 1
+    assert status["digests_equal_up_to"] > 0
+
+
+def test_a_policy_and_a_command_reach_all_ranks(live: LiveEngine, controller: Any) -> None:
+    ray.get(controller.set_policy.remote("chain"), timeout=30)
+    wait_until(lambda: {r["policy"] for r in live.reports()} == {"chain"}, 30, "the policy")
+    answer = ray.get(controller.run_command.remote(Command("standing", drain=True)), timeout=60)
+    assert answer["r1"][0] == answer["r1"][1]
+    with pytest.raises(ValueError, match="at most 7"):
+        ray.get(controller.set_policy.remote("tree-63"), timeout=30)
+    assert {r["policy"] for r in live.reports()} == {"chain"}
+    ray.get(controller.set_policy.remote("tree-7"), timeout=30)
+
+
+def test_a_killed_controller_harms_no_stream_and_comes_back(
+    live: LiveEngine, controller: Any
+) -> None:
+    expected = live.generate(TOKENS)
+    epoch, pid = lease(live)["epoch"], ray.get(controller.pid.remote(), timeout=30)
+    stream = live.stream(TOKENS)
+    stream.wait_for(20)
+    os.kill(pid, signal.SIGKILL)
+    assert stream.result() == expected
+    wait_until(lambda: lease(live)["epoch"] > epoch, NOTICE_S, "the next controller to attach")
+    wait_until(lambda: lease(live)["mode"] == "leased", NOTICE_S, "its first lease")
+    assert live.generate(TOKENS) == expected
+    back = replica(controller)
+    assert back is not None
+    assert back["phase"] == "leased"
+
+
+def test_without_a_controller_the_replica_runs_free_under_the_last_policy_and_says_so(
+    live: LiveEngine, controller: Any
+) -> None:
+    expected = live.generate(TOKENS)
+    ray.get(controller.set_policy.remote("tree-5"), timeout=30)
+    wait_until(lambda: {r["policy"] for r in live.reports()} == {"tree-5"}, 30, "the policy")
+    lapses = lease(live)["lapses"]
+    ray.kill(controller, no_restart=True)
+    assert live.generate(TOKENS) == expected
+    alone = lease(live)
+    assert alone["mode"] == "free-running"
+    assert alone["lapses"] == lapses + 1
+    assert alone["free_steps"] > 0
+    assert {r["policy"] for r in live.reports()} == {"tree-5"}
+    successor = ensure_controller(live.deployment, LEASE_STEPS)
+    wait_until(lambda: lease(live)["mode"] == "leased", NOTICE_S, "the successor's lease")
+    assert ray.get(successor.status.remote(), timeout=30)["policy"] == "tree-5"

@@ -1,0 +1,143 @@
+"""Ranks that differ, stop, fail or are killed: who notices, what is said, who survives."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+from leftovers import processes_naming, wait_until
+from live_engine import LiveEngine, Stream
+from overstory.orchestrator.controller_actor import end_controller, ensure_controller
+from overstory.orchestrator.engine_errors import EngineDead
+from overstory.orchestrator.lease import Command
+from overstory.workers.death_note import EXIT_DIVERGED, EXIT_LOOP_FAILED, EXIT_WATCHDOG
+
+LEASE_STEPS = 16
+WATCHDOG_S = 6
+NOTICE_S = 60.0
+
+
+@pytest.fixture
+def launch() -> Iterator[Callable[..., LiveEngine]]:
+    """Launches engines; ends what is left of them and checks that nothing is."""
+    engines: list[LiveEngine] = []
+
+    def make(**options: object) -> LiveEngine:
+        engines.append(LiveEngine(**options))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        end_controller(engine.deployment)
+        engine.close()
+
+
+@ray.remote(num_cpus=0.1)
+class Neighbour:
+    """Another actor of the same node, no part of any deployment."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def failure(stream: Stream) -> EngineDead:
+    """What ended the stream."""
+    with pytest.raises(EngineDead) as caught:
+        stream.result()
+    return caught.value
+
+
+def raylet() -> psutil.Process:
+    folder = Path(ray._private.worker._global_node.get_session_dir_path()).parent
+    (pid,) = [p for p in processes_naming(str(folder)) if "raylet" in psutil.Process(p).name()]
+    return psutil.Process(pid)
+
+
+def test_a_rank_that_diverges_is_caught_within_one_lease(launch: Callable[..., LiveEngine]) -> None:
+    live = launch()
+    controller = ensure_controller(live.deployment, LEASE_STEPS)
+    ray.get(controller.register.remote("r1", 2))
+    stream = live.stream(1500)
+    stream.wait_for(20)
+    fault = Command("fault.swap_token", {"rank": 1}, drain=True)
+    done = ray.get(controller.run_command.remote(fault), timeout=NOTICE_S)
+    broken_at = done["r1"][1]
+
+    death = failure(stream).death
+    assert death.rank == 1
+    assert death.exit_code == EXIT_DIVERGED
+    assert f"ranks 0 and 1 differ at forward {broken_at + 1}: " in death.cause
+    assert "emitted" in death.cause or "length" in death.cause
+    assert death.forwards - broken_at <= LEASE_STEPS
+    with pytest.raises(EngineDead):
+        live.generate(4)
+    status = ray.get(controller.status.remote(), timeout=30)
+    assert status["replicas"][0]["phase"] == "lost"
+    assert f"forward {broken_at + 1}" in status["replicas"][0]["reason"]
+
+
+def test_a_stopped_rank_ends_its_replica_and_nothing_else(
+    launch: Callable[..., LiveEngine],
+) -> None:
+    neighbour = Neighbour.remote()
+    neighbour_pid, node = ray.get(neighbour.pid.remote()), raylet()
+    live = launch(watchdog_timeout=WATCHDOG_S)
+    stream = live.stream(1500)
+    stream.wait_for(10)
+    os.kill(live.process(1).pid, signal.SIGSTOP)
+
+    death = failure(stream).death
+    assert (death.rank, death.exit_code) == (0, EXIT_WATCHDOG)
+    assert f"watchdog_timeout {WATCHDOG_S} s" in death.cause
+    assert "does not answer; its process is stopped by a signal" in death.others[1]
+    assert "broadcast" in death.detail or "all_reduce" in death.detail, "stacks say where it waited"
+    assert live.process(1).wait_gone(30), "a stopped process must be ended too"
+    assert node.is_running()
+    assert ray.get(neighbour.pid.remote()) == neighbour_pid
+    ray.kill(neighbour)
+
+
+def test_an_error_in_the_loop_ends_the_replica_with_its_traceback(
+    launch: Callable[..., LiveEngine],
+) -> None:
+    live = launch(tp_size=1, policy="chain")
+    stream = live.stream(1500)
+    stream.wait_for(5)
+    live.attach()
+    live.grant(1000, "chain", Command("fault.raise", {"rank": 0, "message": "deliberate"}))
+    error = failure(stream)
+    assert (error.death.rank, error.death.exit_code) == (0, EXIT_LOOP_FAILED)
+    assert "RuntimeError: deliberate" in error.death.cause
+    assert "rank_faults.py" in error.death.detail
+    assert error.death.phase == "serving"
+
+
+@pytest.mark.full
+def test_a_killed_rank_is_noticed_and_named(launch: Callable[..., LiveEngine]) -> None:
+    live = launch()
+    stream = live.stream(1500)
+    stream.wait_for(5)
+    os.kill(live.process(1).pid, signal.SIGKILL)
+    death = failure(stream).death
+    assert death.rank == 1
+    assert death.exit_code is None
+    assert "killed from outside" in death.cause
+    assert death.log_tail
+
+
+@pytest.mark.full
+def test_a_rank_that_does_not_answer_is_ended_even_when_idle(
+    launch: Callable[..., LiveEngine],
+) -> None:
+    live = launch(unresponsive_s=8.0)
+    assert len(live.generate(4)) == 4
+    os.kill(live.process(1).pid, signal.SIGSTOP)
+    wait_until(lambda: live.engine.death is not None, NOTICE_S, "the stopped rank to be noticed")
+    death = live.engine.death
+    assert death is not None
+    assert death.rank == 1
+    assert "no sign of life" in death.cause
+    assert "stopped by a signal" in death.cause
