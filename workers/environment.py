@@ -74,7 +74,7 @@ def prepare_process(device: str, threads: int = 1) -> None:
         ValueError: as `rank_environment`.
         SeamError: SGLang was imported already without these settings.
     """
-    from overstory.workers.seam.kernel_standin import install_standin, standin_active
+    from overstory.workers.seam.standins import install_standins, standins_active
 
     wanted = rank_environment(device, threads)
     if os.environ.get(DEVICE_VARIABLE) != device and "sglang.srt.utils" in sys.modules:
@@ -86,8 +86,8 @@ def prepare_process(device: str, threads: int = 1) -> None:
         )
     os.environ.update(wanted)
     if device == "cpu":
-        install_standin()
-        assert standin_active()
+        install_standins()
+        assert standins_active()
         if "torch" in sys.modules:  # OMP_NUM_THREADS is read once, when torch is loaded.
             sys.modules["torch"].set_num_threads(threads)
 

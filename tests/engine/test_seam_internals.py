@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from overstory.workers.seam import internals, patches, plugin
-from overstory.workers.seam.errors import MissingKernelError, SeamError
+from overstory.workers.seam.errors import MissingOpError, SeamError
 from overstory.workers.seam.internals import Inline, Internal, NameList
 
 
@@ -96,9 +96,9 @@ def test_an_op_without_implementation_raises_with_its_name() -> None:
     import sgl_kernel
     from sgl_kernel.flash_mla import flash_mla_with_kvcache
 
-    with pytest.raises(MissingKernelError, match=r"sgl_kernel\.moe_fused_gate"):
+    with pytest.raises(MissingOpError, match=r"sgl_kernel\.moe_fused_gate"):
         sgl_kernel.moe_fused_gate(1, 2)
-    with pytest.raises(MissingKernelError, match=r"sgl_kernel\.flash_mla\.flash_mla_with_kvcache"):
+    with pytest.raises(MissingOpError, match=r"sgl_kernel\.flash_mla\.flash_mla_with_kvcache"):
         flash_mla_with_kvcache()
 
 

@@ -14,6 +14,7 @@ import torch
 from overstory.kernels.reference.attention import decode_attention, verify_attention
 from overstory.workers.seam.patches import Patch
 from overstory.workers.seam.portable.grouped_attention import block_attention
+from overstory.workers.seam.process_report import write_process_report
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -58,6 +59,7 @@ class OverstoryCpuAttention(AttentionBackend):
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.plan: ForwardPlan | None = None
+        _report_serving()
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plans the forward, for all its layers."""
@@ -253,6 +255,13 @@ def _refuse_unsupported(layer: Any) -> None:
         raise NotImplementedError(
             "attention on a plain CPU does not do cross attention, sliding windows or capped logits"
         )
+
+
+def _report_serving() -> None:
+    """Notes, where notes are wanted, which changes stand in the process that runs the model."""
+    from overstory.workers.seam import plugin
+
+    write_process_report("serving", {"stands": plugin.report()})
 
 
 def _install_backend() -> None:

@@ -5,5 +5,5 @@ class SeamError(RuntimeError):
     """SGLang is not what the seam relies on, or a change to it did not take. Says what."""
 
 
-class MissingKernelError(NotImplementedError):
-    """An op of SGLang's compiled kernel package was called on a CPU; nothing stands in for it."""
+class MissingOpError(NotImplementedError):
+    """A name of a package that only has a stand-in on a plain CPU was called."""

@@ -15,7 +15,7 @@ def write_process_report(stage: str, content: dict[str, object] | None = None) -
     """Writes `{stage}-{pid}.json` into the report folder, if one is set.
 
     Args:
-        stage: what ran: "sitecustomize" or "plugin".
+        stage: what ran: "sitecustomize", "plugin" or "serving" (a model runner with our attention).
         content: JSON-able details.
     """
     folder = os.environ.get(REPORT_FOLDER_VARIABLE)

@@ -24,10 +24,10 @@ def _chain() -> None:
 def _install() -> None:
     if os.environ.get("OVERSTORY_DEVICE") != "cpu":
         return
-    from overstory.workers.seam.kernel_standin import install_standin
     from overstory.workers.seam.process_report import write_process_report
+    from overstory.workers.seam.standins import install_standins
 
-    install_standin()
+    install_standins()
     write_process_report("sitecustomize")
 
 
