@@ -53,6 +53,13 @@ def _told() -> Iterator[None]:
         _fail(str(fault))
 
 
+def _known(name: str | None) -> None:
+    """Refuses at once, before Ray is imported, where there is no such deployment."""
+    from overstory.orchestrator.state import read_state
+
+    read_state().pick(name)
+
+
 def _pretended_nodes(
     nodes: int | None, gpus: int | None, cpus: int | None, memory_gib: float | None, gpu_gib: float
 ) -> "list[NodeInventory]":
@@ -128,6 +135,7 @@ def deploy(
 def down(name: Name = None) -> None:
     """Take a deployment away: its actors, placement groups, ports, and our local Ray."""
     with _told():
+        _known(name)
         from overstory.orchestrator.deploy import take_down
 
         take_down(name, lambda line: print(line, file=sys.stderr))
@@ -142,6 +150,7 @@ def status(
 ) -> None:
     """Replicas, ranks, steps per second, acceptance."""
     with _told():
+        _known(name)
         from overstory.orchestrator.status import show_status
 
         show_status(name, as_json=as_json, every_s=every if watch else None)
@@ -183,6 +192,7 @@ def scale(
 ) -> None:
     """Change the number of replicas. Those that stay keep serving."""
     with _told():
+        _known(name)
         from overstory.orchestrator.progress import Progress
         from overstory.orchestrator.scale import scale as run
 
@@ -205,6 +215,7 @@ def bench(
         from overstory.orchestrator.bench_rows import parse_settings
 
         settings = parse_settings(modes, prompts, max_new_tokens, concurrency, temperature, rounds)
+        _known(name)
         from overstory.orchestrator.bench import run_bench
 
         run_bench(name, settings, json_file)
