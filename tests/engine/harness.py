@@ -95,7 +95,7 @@ class _Collector:
 class EngineHarness:
     """One scheduler. Close it before the next is made: SGLang keeps its state in globals."""
 
-    def __init__(self, model_path: str, **server_args: Any):
+    def __init__(self, model_path: str, tp_rank: int = 0, **server_args: Any):
         prepare_process("cpu")
         from overstory.workers.seam.plugin import verify_installed
         from sglang.srt.plugins import load_plugins
@@ -116,7 +116,7 @@ class EngineHarness:
         self.server_args = ServerArgs(**(fields | server_args))
         publish(self.server_args, role="scheduler")
         ports = PortArgs.init_new(self.server_args)
-        self.scheduler = Scheduler(self.server_args, ports, 0, 0, 0, 0, 0, 0, None)
+        self.scheduler = Scheduler(self.server_args, ports, 0, tp_rank, 0, 0, 0, 0, None)
         self.outputs: dict[str, Output] = {}
         self._gate = _Gate()
         self._wire()
@@ -240,6 +240,13 @@ class EngineHarness:
 
     def _wire(self) -> None:
         collector = _Collector(self.outputs)
+        # Unsent messages would keep the process from ending: nobody reads these sockets.
+        channels = self.scheduler.ipc_channels
+        for field in dataclasses.fields(channels):
+            channel = getattr(channels, field.name)
+            socket = getattr(channel, "socket", channel)
+            if hasattr(socket, "linger"):
+                socket.linger = 0
         self.scheduler.request_receiver = self._gate
         self.scheduler.output_streamer.send_to_detokenizer = collector
         self.scheduler.ipc_channels = _replace_senders(self.scheduler.ipc_channels, collector)

@@ -78,6 +78,9 @@ class DDTreeWorker(DFlashWorkerV2):
         with torch.inference_mode():
             return self._step(batch, on_publish)
 
+    def _validate_phase1_sampling_support(self, batch: Any) -> None:
+        """SGLang's DFLASH would sample greedily on a CPU, and warns; here the one sampler draws."""
+
     def on_verify_complete_cpu(
         self, num_correct_drafts_per_req: list[int], batch_size: int = 0
     ) -> None:
