@@ -21,12 +21,14 @@ from overstory.orchestrator.local_process import LocalProcess
 from overstory.orchestrator.state import LocalRayRecord
 from overstory.workers.process_ids import process_start_ticks
 
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 45.0  # Ray drains a node for up to 30 s.
 OBJECT_STORE_BYTES = 200_000_000
 _POLL_S = 0.05
 
 
+# Settings of the user for another Ray.
+_NOT_OURS = ("RAY_ADDRESS", "RAY_TMPDIR", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE")
 _TOKEN_FILE = "auth_token"  # in the folder, which only this user may enter
 
 
@@ -68,7 +70,8 @@ def start_local_ray(cpus: int, gpus: int) -> LocalRayRecord:
     # Not the user's TMPDIR: Unix socket paths below it may not exceed 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="overstory-ray-", dir="/tmp"))
     (folder / _TOKEN_FILE).write_text(secrets.token_hex(32))
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    environment = {k: v for k, v in os.environ.items() if k not in _NOT_OURS}
+    environment.setdefault("RAY_raylet_start_wait_time_s", f"{START_TIMEOUT_S:.0f}")
     environment |= auth_environment(str(folder))
     log = folder / "start.log"
     with log.open("w") as stream:
