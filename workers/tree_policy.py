@@ -107,14 +107,19 @@ class PolicyHolder:
         self._block_size = 0
         self._max_nodes = 0
 
-    def set_limits(self, block_size: int, max_nodes: int) -> None:
-        """Remember what the engine was built for; called by the DDTREE worker when it starts.
+    def start(self, policy: TreePolicy, block_size: int, max_nodes: int) -> None:
+        """An engine starts with ``policy`` and has room for ``max_nodes``; it replaces any before.
 
         Raises:
-            ValueError: the policy set before the engine started does not fit.
+            ValueError: the policy does not fit.
         """
+        before = self._block_size, self._max_nodes
         self._block_size, self._max_nodes = block_size, max_nodes
-        self.check(self._current)
+        try:
+            self.set_current(policy)
+        except ValueError:
+            self._block_size, self._max_nodes = before
+            raise
 
     def current(self) -> TreePolicy:
         """The policy of the next step."""

@@ -55,3 +55,22 @@ def engine(_engines: dict[str, Any], pair: tuple[str, str]) -> Callable[..., Eng
         return held
 
     return get
+
+
+@pytest.fixture
+def engine_tp2(_engines: dict[str, Any], pair: tuple[str, str]) -> Callable[..., EngineHarness]:
+    """As `engine`, at TP 2: rank 1 runs in a child process."""
+    from tp2_harness import Tp2Harness
+
+    def get(**server_args: Any) -> EngineHarness:
+        wanted = {"tp_size": 2} | server_args
+        if _engines.get("arguments") != wanted or not _engines["engine"].alive():
+            if _engines:
+                _engines.pop("engine").close()
+                _engines.clear()
+            _engines["engine"] = Tp2Harness(pair[0], **server_args)
+            _engines["arguments"] = wanted
+        held: EngineHarness = _engines["engine"]
+        return held
+
+    return get

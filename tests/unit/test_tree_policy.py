@@ -60,11 +60,12 @@ def test_holder_refuses_what_the_engine_has_no_room_for() -> None:
     holder = PolicyHolder()
     holder.set_current(TreePolicy.parse("tree-63"))  # no engine yet
     with pytest.raises(ValueError, match="at most 31"):
-        holder.set_limits(block_size=8, max_nodes=31)
-    holder = PolicyHolder()
-    holder.set_limits(block_size=8, max_nodes=31)
-    assert str(holder.current()) == "plain"
+        holder.start(TreePolicy.parse("tree-32"), block_size=8, max_nodes=31)
+    assert str(holder.current()) == "tree-63"
+    holder.start(TreePolicy.parse("chain"), block_size=8, max_nodes=31)
     holder.set_current(TreePolicy.parse("spine-31"))
     with pytest.raises(ValueError, match="tree-32"):
         holder.set_current(TreePolicy.parse("tree-32"))
     assert str(holder.current()) == "spine-31"
+    holder.start(TreePolicy.parse("tree-63"), block_size=8, max_nodes=63)  # a larger engine
+    assert str(holder.current()) == "tree-63"

@@ -62,8 +62,9 @@ class DDTreeWorker(DFlashWorkerV2):
         self._pending = PendingSteps(STATS)
         self._kv_buffers: list[torch.Tensor] | None = None
         self._window_offsets = torch.arange(self.limits.max_rows, device=self.device)
-        tree_policy.set_current(starting_policy(self.limits.max_rows, block_size))
-        tree_policy.HOLDER.set_limits(block_size, self.limits.max_nodes)
+        tree_policy.HOLDER.start(
+            starting_policy(self.limits.max_rows, block_size), block_size, self.limits.max_nodes
+        )
 
     def forward_batch_generation(
         self, batch: Any, on_publish: Publish = None, grammar_barrier: Any = None

@@ -1,0 +1,92 @@
+"""TP 2 over gloo: the ranks agree step by step, and on the text of TP 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from ddtree_support import (
+    GREEDY,
+    POLICIES,
+    SAMPLED,
+    ScriptedDrafts,
+    policy,
+    random_prompts,
+    run_under,
+    server_args,
+)
+
+if TYPE_CHECKING:
+    from harness import EngineHarness
+
+Engine = Callable[..., "EngineHarness"]
+
+
+def _requests(length: int) -> tuple[list[list[int]], list[dict[str, Any]]]:
+    prompts = random_prompts([11, 45, 70, 23, 30], seed=51)
+    params: list[dict[str, Any]] = [GREEDY | {"max_new_tokens": length} for _ in range(3)]
+    for i, one in enumerate(SAMPLED[:2]):
+        params.append(one | {"sampling_seed": 40 + i, "ignore_eos": True, "max_new_tokens": length})
+    return prompts, params
+
+
+def _check(
+    engine: Engine,
+    engine_tp2: Engine,
+    pair: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    policies: tuple[str, ...],
+    length: int,
+    **arguments: Any,
+) -> None:
+    prompts, params = _requests(length)
+    one = engine(**server_args(pair[1], rows=32))
+    wanted = run_under(one, "plain", prompts, params)
+    two = engine_tp2(**server_args(pair[1], **arguments))
+    drafts = ScriptedDrafts(seed=1)
+    drafts.install(monkeypatch)
+    for name in policies:
+        rids = [f"tp2-{name}-{i}-{two.scheduler.forward_ct}" for i in range(len(prompts))]
+        for rid, prompt, text in zip(rids, prompts, wanted, strict=True):
+            drafts.know(rid, prompt, text)
+        assert run_under(two, name, prompts, params, rids) == wanted, name
+
+
+def test_two_ranks_give_the_text_of_one(
+    engine: Engine,
+    engine_tp2: Engine,
+    pair: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _check(engine, engine_tp2, pair, monkeypatch, ("plain", "chain", "tree-15"), 24)
+
+
+def test_two_ranks_agree_on_aborts_and_switches(engine_tp2: Engine, pair: tuple[str, str]) -> None:
+    two = engine_tp2(**server_args(pair[1]))
+    prompts, params = _requests(40)
+    rids = [two.submit(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+    names = ("tree-8", "plain", "chain", "spine-15")
+    for i in range(12):
+        with policy(names[i % 4]):
+            two.step()
+        if i == 5:
+            two.abort(rids[1])
+    for rid in rids:
+        two.abort(rid)
+    two.run(rids)
+    two.assert_no_leak()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("overlap", [False, True])
+def test_two_ranks_under_all_policies(
+    engine: Engine,
+    engine_tp2: Engine,
+    pair: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    overlap: bool,
+) -> None:
+    _check(
+        engine, engine_tp2, pair, monkeypatch, POLICIES, 48, disable_overlap_schedule=not overlap
+    )

@@ -1,0 +1,126 @@
+"""Two tensor-parallel ranks stepped together: rank 0 in the test process, rank 1 in a child.
+
+Rank 1 does whatever rank 0 is told to: each step, it gets the same requests and the same policy
+first. So every test that takes an `EngineHarness` runs at TP 2 too.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from typing import TYPE_CHECKING, Any
+
+from harness import STEP_DEADLINE_S, EngineHarness, Output
+from overstory.workers import tree_policy
+from overstory.workers.environment import prepare_process
+from overstory.workers.tree_policy import TreePolicy
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+START_DEADLINE_S = 300.0
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Tp2Harness(EngineHarness):
+    """Rank 0 and, by pipe, rank 1."""
+
+    def __init__(self, model_path: str, **server_args: Any) -> None:
+        fields = server_args | {"tp_size": 2, "dist_init_addr": f"127.0.0.1:{_free_port()}"}
+        context = multiprocessing.get_context("spawn")
+        self._peer, theirs = context.Pipe()
+        self._child = context.Process(
+            target=_run_rank_1, args=(theirs, model_path, fields), daemon=True
+        )
+        self._child.start()
+        theirs.close()
+        super().__init__(model_path, tp_rank=0, **fields)
+        self._told("ready", START_DEADLINE_S)
+
+    def step(self, iterations: int = 1) -> None:
+        """One iteration of both ranks; they must have ended alike."""
+        for _ in range(iterations):
+            self._peer.send(("step", list(self._gate.pending), str(tree_policy.current())))
+            super().step()
+            self._told("stepped", STEP_DEADLINE_S)
+
+    def flush_cache(self) -> None:
+        """Empties both ranks' prefix caches."""
+        self._peer.send(("flush",))
+        super().flush_cache()
+        self._told("flushed", STEP_DEADLINE_S)
+
+    def assert_no_leak(self) -> None:
+        """As on one rank, and the peer is in the same state."""
+        super().assert_no_leak()
+        self._peer.send(("state",))
+        theirs = self._told("state", STEP_DEADLINE_S)
+        assert theirs == state(self), "the ranks differ"
+
+    def alive(self) -> bool:
+        """Whether both loops still run."""
+        return super().alive() and self._child.is_alive()
+
+    def close(self) -> None:
+        """Ends both ranks."""
+        self._peer.send(("close",))
+        super().close()
+        self._child.join(STEP_DEADLINE_S)
+        if self._child.is_alive():
+            self._child.kill()
+
+    def _told(self, what: str, deadline_s: float) -> Any:
+        assert self._peer.poll(deadline_s), f"rank 1 did not answer {what!r} in {deadline_s} s"
+        answer, value = self._peer.recv()
+        assert answer == what, f"rank 1: {answer} {value}"
+        return value
+
+
+def state(harness: EngineHarness) -> dict[str, Any]:
+    """What two ranks that decided alike have in common."""
+    scheduler = harness.scheduler
+    return {
+        "forwards": scheduler.forward_ct,
+        "free": sorted(scheduler.token_to_kv_pool_allocator.free_pages.tolist()),
+        "cached": harness.cached_slots(),
+        "texts": {rid: output.ids for rid, output in harness.outputs.items()},
+    }
+
+
+def _run_rank_1(pipe: Connection, model_path: str, fields: dict[str, Any]) -> None:
+    os.environ["OVERSTORY_TEST_RANK"] = "1"
+    prepare_process("cpu")
+    try:
+        harness = EngineHarness(model_path, tp_rank=1, **fields)
+        pipe.send(("ready", None))
+        _obey(pipe, harness)
+    except BaseException as error:
+        pipe.send(("failed", repr(error.__cause__ or error)))
+        raise
+
+
+def _obey(pipe: Connection, harness: EngineHarness) -> None:
+    while True:
+        what, *values = pipe.recv()
+        if what == "step":
+            requests, name = values
+            tree_policy.set_current(TreePolicy.parse(name))
+            harness._gate.pending = requests
+            for request in requests:
+                harness.outputs.setdefault(request.rid, Output())
+            harness.step()
+            pipe.send(("stepped", None))
+        elif what == "flush":
+            harness.flush_cache()
+            pipe.send(("flushed", None))
+        elif what == "state":
+            pipe.send(("state", state(harness)))
+        else:
+            harness.close()
+            return
