@@ -50,7 +50,8 @@ class RankDirectory:
         """
         try:
             actor = await self._actor(replica, rank)
-            return await asyncio.wait_for(call(actor, CONTROL, method, *arguments), timeout_s)
+            async with asyncio.timeout(timeout_s):  # wait_for of 3.11 can swallow a cancellation.
+                return await call(actor, CONTROL, method, *arguments)
         except (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError) as error:
             raise RankGone(f"{rank_name(self._deployment, replica, rank)} is gone") from error
 

@@ -14,7 +14,7 @@ from overstory.orchestrator.lease import Command
 
 LEASE_STEPS = 8
 LEASE_TIMEOUT_S = 2.0
-TOKENS = 300
+TOKENS = 120
 NOTICE_S = 60.0
 
 
