@@ -70,7 +70,7 @@ class Gateway:
             self._backend,
             Admission(gateway.max_concurrent_requests * spec.replicas, gateway.max_queued_requests),
             Readiness(self._prove, self._look),
-            ServiceLimits(context, gateway.request_timeout_s),
+            ServiceLimits(context, context - 1, gateway.request_timeout_s),
         )
         self._max_body_bytes = gateway.max_body_bytes
 
@@ -104,7 +104,9 @@ class Gateway:
         """Learn the engine's limits, then generate as a request would."""
         limits = await self._backend.limits()
         self._service.limits = ServiceLimits(
-            limits["context_tokens"], self._service.limits.request_timeout_s
+            limits["context_tokens"],
+            limits["prompt_tokens"],
+            self._service.limits.request_timeout_s,
         )
         await self._service.prove()
 

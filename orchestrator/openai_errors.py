@@ -63,12 +63,22 @@ def model_not_found(asked: str, served: str) -> ApiError:
     )
 
 
+def prompt_too_long(prompt: int, longest: int, context: int, param: str) -> ApiError:
+    """The prompt leaves no room (400); all in tokens, `prompt` at least."""
+    return invalid(
+        f"This model's maximum context length is {context} tokens, of which a prompt may have "
+        f"{longest}; this one has at least {prompt}. Shorten the prompt.",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
 def context_exceeded(prompt: int, new: int, context: int, param: str) -> ApiError:
-    """Prompt, or prompt and completion, longer than the context (400); all in tokens."""
-    wanted = f"{prompt} in the prompt" + (f" and {new} for the completion" if new else "")
+    """Prompt and completion together are longer than the context (400); all in tokens."""
     return invalid(
         f"This model's maximum context length is {context} tokens, but the request wants "
-        f"{prompt + new}: {wanted}. Shorten the prompt" + (" or the completion." if new else "."),
+        f"{prompt + new}: {prompt} in the prompt and {new} for the completion. "
+        "Shorten the prompt or the completion.",
         param=param,
         code="context_length_exceeded",
     )

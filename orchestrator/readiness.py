@@ -19,7 +19,7 @@ class ReadinessTimes:
     come up). `proof`: for one after a doubt. `retry`: between failed proofs. `check_every`:
     between looks at an idle replica."""
 
-    first_proof: float = 60.0
+    first_proof: float = 300.0
     proof: float = 10.0
     retry: float = 1.0
     check_every: float = 10.0
@@ -94,4 +94,5 @@ class Readiness:
 def _reason(error: Exception, limit_s: float) -> str:
     if isinstance(error, TimeoutError):
         return f"no replica generated within {limit_s:g} s"
-    return f"{type(error).__name__}: {error}"
+    first_line = str(error).split("\n", 1)[0]
+    return f"{type(error).__name__}: {first_line}"

@@ -29,8 +29,8 @@ _LAST_WORDS_S = 1.0  # for the failed requests' errors and this check's to leave
 
 
 class Replica:
-    """A plain class that `app` makes a Serve deployment. Raises what `launch_engine` raises when the
-    engine does not come up."""
+    """A plain class that `app` makes a Serve deployment. Raises what `launch_engine` raises when
+    the engine does not come up."""
 
     def __init__(self, spec: DeploymentSpec, nodes: int = 1) -> None:
         replica = serve.get_replica_context().replica_id.unique_id

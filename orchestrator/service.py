@@ -38,9 +38,16 @@ _LONG_TEXT_CHARS = 20_000  # above this, tokenizing would hold up the event loop
 
 @dataclass(frozen=True, slots=True)
 class ServiceLimits:
-    """`context_tokens`: prompt and completion together. `request_timeout_s`: waiting included."""
+    """What a request may want.
+
+    Attributes:
+        context_tokens: prompt and completion together.
+        prompt_tokens: prompt alone; engines keep a few positions back.
+        request_timeout_s: waiting included.
+    """
 
     context_tokens: int
+    prompt_tokens: int
     request_timeout_s: float
 
 
@@ -188,9 +195,11 @@ class EndpointService:
             case TimeoutError():
                 return openai_errors.timed_out(self.limits.request_timeout_s)
             case ReplicaLost():
-                self.readiness.doubt(str(error))
+                logger.error("replica lost: %s", error)
+                cause = str(error).split("\n", 1)[0]
+                self.readiness.doubt(cause)
                 return openai_errors.unavailable(
-                    f"The replica that served this request was lost: {error}", "replica_lost"
+                    f"The replica that served this request was lost: {cause}", "replica_lost"
                 )
             case EngineRefused() if 400 <= error.status < 500:
                 return openai_errors.invalid(str(error), code="refused_by_engine")
@@ -226,8 +235,10 @@ class EndpointService:
 
     async def _encode(self, text: str, special: bool, param: str) -> tuple[int, ...]:
         least = len(text) // self._tokenizer.max_token_chars
-        if least > self.limits.context_tokens:  # refused without the work of tokenizing it
-            raise openai_errors.context_exceeded(least, 0, self.limits.context_tokens, param)
+        if least > self.limits.prompt_tokens:  # refused without the work of tokenizing it
+            raise openai_errors.prompt_too_long(
+                least, self.limits.prompt_tokens, self.limits.context_tokens, param
+            )
         if len(text) > _LONG_TEXT_CHARS:
             ids = await asyncio.to_thread(self._tokenizer.encode, text, special)
         else:
@@ -255,8 +266,9 @@ class EndpointService:
 
     def _new_tokens(self, prompt: int, wanted: int | None, param: str) -> int:
         context = self.limits.context_tokens
-        if prompt >= context:
-            raise openai_errors.context_exceeded(prompt, 0, context, param)
+        if prompt > self.limits.prompt_tokens or prompt >= context:
+            longest = min(self.limits.prompt_tokens, context - 1)
+            raise openai_errors.prompt_too_long(prompt, longest, context, param)
         if wanted is not None and prompt + wanted > context:
             raise openai_errors.context_exceeded(prompt, wanted, context, param)
         return context - prompt if wanted is None else wanted

@@ -5,29 +5,50 @@ Serves tests of everything in front of the engine. Not collected: it holds no te
 """
 
 import asyncio
+import json
 import os
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
+import tokenizers
 from overstory.orchestrator.engine_errors import EngineDead, RankDeath, RequestRefused
 from overstory.orchestrator.generation import TokenChunk
 from overstory.orchestrator.journal import GenerateCall
 from overstory.orchestrator.spec import DeploymentSpec
 from overstory.orchestrator.tokenizer import load_tokenizer
-from overstory.workers.tiny.paths import resolve_model
+from tokenizers import decoders, models, pre_tokenizers
 
-TEXT = "héllo wörld 😀 — 数字 one two three four five six seven eight nine ten\n" * 8
+TEXT = "héllo wörld 😀 — 数字 one two three four five six seven eight nine ten\n" * 4
 CONTEXT_TOKENS = 4000
+STEP_TOKENS = 3
+SLOW_STEP_S = 0.02
+
+
+def write_byte_model(folder: Path) -> None:
+    """A model folder with all that the gateway reads: a tokenizer of one token per byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {char: index for index, char in enumerate(alphabet)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 class ScriptedReplica:
-    """Orders in the prompt: `<slow>` (20 ms a step), `<refuse>`, `<lose>` (the engine dies after 3
-    steps), `<exit>` (so does the process), `<seed>` (the text is the seed)."""
+    """In place of `Replica`.
+
+    Orders in a prompt: `<slow>` (20 ms a step), `<stuck>` (nothing ever), `<refuse>`, `<lose>` (the
+    engine dies after 3 steps), `<exit>` (so does the process), `<seed>` (the text is the seed).
+    """
 
     def __init__(self, spec: DeploymentSpec) -> None:
-        self._tokenizer = load_tokenizer(resolve_model(spec.model))
+        self._tokenizer = load_tokenizer(spec.model)
         self._running: set[str] = set()
-        self._aborted: list[str] = []
+        self._aborted = 0
         self._most = 0
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[TokenChunk, None]:
@@ -38,7 +59,7 @@ class ScriptedReplica:
             async for chunk in self._steps(prompt, call):
                 yield chunk
         except (asyncio.CancelledError, GeneratorExit):
-            self._aborted.append(call.rid)
+            self._aborted += 1
             raise
         finally:
             self._running.discard(call.rid)
@@ -46,21 +67,32 @@ class ScriptedReplica:
     async def _steps(self, prompt: str, call: GenerateCall) -> AsyncGenerator[TokenChunk, None]:
         if "<refuse>" in prompt:
             raise RequestRefused("not this one")
+        if "<stuck>" in prompt:
+            await asyncio.Event().wait()
         text = f"seed {call.sampling.seed}" if "<seed>" in prompt else TEXT
         ids = self._tokenizer.encode(text, special=False)
         limit = min(len(ids), call.sampling.max_new_tokens)
-        for at in range(0, limit, 3):
-            await asyncio.sleep(0.02 if "<slow>" in prompt else 0)
-            if at == 9 and "<exit>" in prompt:
-                os._exit(3)
-            if at == 9 and "<lose>" in prompt:
-                raise EngineDead(RankDeath(rank=1, cause="told to"))
-            end = min(at + 3, limit)
+        for at in range(0, limit, STEP_TOKENS):
+            await asyncio.sleep(SLOW_STEP_S if "<slow>" in prompt else 0)
+            if at == 3 * STEP_TOKENS:
+                self._obey(prompt)
+            end = min(at + STEP_TOKENS, limit)
             done = {"type": "length", "length": limit} if end == limit else None
             yield TokenChunk(ids[at:end], done)
+
+    def _obey(self, prompt: str) -> None:
+        if "<exit>" in prompt:
+            os._exit(3)
+        if "<lose>" in prompt:
+            raise EngineDead(RankDeath(rank=1, cause="told to"))
 
     async def limits(self) -> dict[str, int]:
         return {"context_tokens": CONTEXT_TOKENS, "prompt_tokens": CONTEXT_TOKENS - 1}
 
     async def stats(self) -> dict[str, Any]:
-        return {"running": len(self._running), "aborted": list(self._aborted), "most": self._most}
+        return {
+            "pid": os.getpid(),
+            "running": len(self._running),
+            "aborted": self._aborted,
+            "most": self._most,
+        }

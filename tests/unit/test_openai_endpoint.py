@@ -16,7 +16,7 @@ from overstory.orchestrator.readiness import Readiness
 from overstory.orchestrator.service import EndpointService, ServiceLimits
 from overstory.orchestrator.tokenizer import ChatTemplateError
 
-CONTEXT = 100
+CONTEXT, LONGEST_PROMPT = 100, 95
 MAX_BODY = 10_000
 
 
@@ -91,7 +91,7 @@ class World:
             backend,
             Admission(concurrent, queued),
             readiness,
-            ServiceLimits(CONTEXT, timeout_s),
+            ServiceLimits(CONTEXT, LONGEST_PROMPT, timeout_s),
         )
         app = build_http_app(self.service, MAX_BODY)
         self.client = httpx.AsyncClient(
@@ -359,6 +359,8 @@ def test_the_context_is_checked_before_the_engine_sees_anything() -> None:
     async def story(world: World) -> None:
         for fields, fits in (
             ({"prompt": "x" * CONTEXT}, False),
+            ({"prompt": "x" * 96, "max_tokens": 1}, False),
+            ({"prompt": "x" * 95, "max_tokens": 1}, True),
             ({"prompt": "x" * 50, "max_tokens": 51}, False),
             ({"prompt": "x" * 5000}, False),
             ({"prompt": ["x", "x" * CONTEXT]}, False),
@@ -372,7 +374,7 @@ def test_the_context_is_checked_before_the_engine_sees_anything() -> None:
                     400, "context_length_exceeded", "prompt"
                 )  # fmt: skip
                 assert str(CONTEXT) in error["message"]
-        assert len(world.backend.calls) == 1
+        assert len(world.backend.calls) == 2
 
     play(story)
 

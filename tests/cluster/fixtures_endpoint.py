@@ -1,0 +1,135 @@
+"""Deployments that the endpoint tests share: one Serve, one application per kind.
+
+Import the fixtures by name into a test module (`from fixtures_endpoint import scripted  # noqa`).
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import ray
+import scripted_replica
+from overstory.orchestrator.app import build_app, http_options, replica_deployment, with_gateway
+from overstory.orchestrator.local_ray import free_port
+from overstory.orchestrator.spec import DeploymentSpec
+from ray import serve
+
+REAL_START_S = 400.0
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A served application; `replica` and `gateway` are handles to call its parts directly."""
+
+    url: str
+    spec: DeploymentSpec
+    replica: Any
+    gateway: Any
+
+    def post(self, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
+        body = {"model": self.spec.served_model_name, **fields}
+        return httpx.post(self.url + path, json=body, timeout=60)
+
+    def stats(self) -> dict[str, Any]:
+        return self.replica.stats.remote().result(timeout_s=30)
+
+    def snapshot(self) -> dict[str, Any]:
+        return self.gateway.snapshot.remote().result(timeout_s=30)
+
+    def idle(self) -> bool:
+        """No sequence in the replica, none in the gateway, no slot held."""
+        gateway = self.snapshot()
+        return not (self.stats()["running"] or gateway["running"] or gateway["sequences"])
+
+
+def wait_until(true: Callable[[], bool], timeout_s: float = 20.0, what: str = "") -> float:
+    """Polls; returns the seconds it took. Fails with `what` at the deadline."""
+    begun = time.monotonic()
+    while not true():
+        waited = time.monotonic() - begun
+        assert waited < timeout_s, f"not within {timeout_s:g} s: {what}"
+        time.sleep(0.02)
+    return time.monotonic() - begun
+
+
+def ready(url: str) -> bool:
+    try:
+        return httpx.get(url + "/ready", timeout=10).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.fixture(scope="session")
+def serve_port(ray_here: str) -> Iterator[int]:
+    """Port of Serve on the tests' Ray."""
+    ray.cloudpickle.register_pickle_by_value(scripted_replica)
+    port = free_port()
+    spec = DeploymentSpec(model="any", tree={"budget": 0}, gateway={"port": port})
+    serve.start(proxy_location="HeadOnly", http_options=http_options(spec))
+    yield port
+    serve.shutdown()
+
+
+def _serve(app: Any, spec: DeploymentSpec, port: int, start_s: float) -> Endpoint:
+    serve.run(app, name=spec.name, route_prefix=f"/{spec.name}")
+    url = f"http://127.0.0.1:{port}/{spec.name}"
+    wait_until(lambda: ready(url), start_s, "the endpoint is ready")
+    replica, gateway = (
+        serve.get_deployment_handle(name, spec.name) for name in ("Replica", "Gateway")
+    )
+    return Endpoint(url, spec, replica, gateway)
+
+
+@pytest.fixture(scope="session")
+def scripted(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    """The endpoint before a `ScriptedReplica`: up in seconds, no engine."""
+    model = tmp_path_factory.mktemp("byte-model")
+    scripted_replica.write_byte_model(model)
+    spec = DeploymentSpec(
+        name="scripted",
+        model=str(model),
+        served_model_name="scripted",
+        tree={"budget": 0},
+        engine={"context_length": scripted_replica.CONTEXT_TOKENS},
+        gateway={
+            "port": serve_port,
+            "max_concurrent_requests": 8,
+            "max_queued_requests": 64,
+            "request_timeout_s": 12,
+        },
+    )
+    replicas = replica_deployment(scripted_replica.ScriptedReplica, spec).options(
+        placement_group_bundles=[{"CPU": 0.01}]
+    )
+    yield _serve(with_gateway(spec, replicas.bind(spec)), spec, serve_port, 60)
+    serve.delete(spec.name)
+
+
+def pair_paths() -> tuple[str, str]:
+    """Target and drafter of tests with the real engine, as in `tests/engine`."""
+    root = os.environ.get("OVERSTORY_TEST_PAIR")
+    if root:
+        return str(Path(root) / "target"), str(Path(root) / "drafter")
+    return "overstory-tiny", "overstory-tiny-drafter"
+
+
+@pytest.fixture(scope="session")
+def real(serve_port: int) -> Iterator[Endpoint]:
+    """The endpoint before the real engine: one rank, trees of 15 nodes."""
+    target, drafter = pair_paths()
+    spec = DeploymentSpec(
+        name="real",
+        model=target,
+        drafter=drafter,
+        served_model_name="tiny",
+        tree={"budget": 15},
+        engine={"tp_size": 1, "context_length": 1024},
+        gateway={"port": serve_port, "max_concurrent_requests": 4, "request_timeout_s": 60},
+    )
+    yield _serve(build_app(spec), spec, serve_port, REAL_START_S)
+    serve.delete(spec.name)

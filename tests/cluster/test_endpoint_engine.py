@@ -1,0 +1,118 @@
+"""The endpoint before the real engine: one rank on a CPU, DDTREE."""
+
+import json
+import socket
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+from fixtures_endpoint import Endpoint, real, serve_port, wait_until  # noqa: F401
+
+PROMPT = "def add(a, b):\n    "
+
+
+def _texts(endpoint: Endpoint, **fields: Any) -> list[str]:
+    response = endpoint.post(**{"prompt": PROMPT, "max_tokens": 24, **fields})
+    assert response.status_code == 200, response.text
+    return [choice["text"] for choice in response.json()["choices"]]
+
+
+def test_whole_and_streamed_text_are_one(real: Endpoint) -> None:  # noqa: F811
+    client = openai.OpenAI(base_url=real.url + "/v1", api_key="none", max_retries=0, timeout=60)
+    messages: Any = [{"role": "user", "content": PROMPT}]
+    for temperature in (0.0, 1.0):
+        fields: Any = {
+            "model": "tiny",
+            "messages": messages,
+            "max_tokens": 40,
+            "temperature": temperature,
+            "seed": 3,
+        }
+        whole = client.chat.completions.create(**fields)
+        *chunks, last = client.chat.completions.create(
+            **fields, stream=True, stream_options={"include_usage": True}
+        )
+        pieces = [chunk.choices[0].delta.content or "" for chunk in chunks]
+        assert "".join(pieces) == whole.choices[0].message.content
+        assert last.usage == whole.usage
+        assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+def test_seeds_make_text_repeatable_and_choices_distinct(real: Endpoint) -> None:  # noqa: F811
+    three = _texts(real, seed=11, n=3)
+    assert len(set(three)) == 3
+    assert _texts(real, seed=11, n=3) == three
+    assert _texts(real, seed=11) == three[:1]
+    assert _texts(real, seed=12) != three[:1]
+    assert _texts(real) != _texts(real)
+
+
+def test_text_does_not_depend_on_what_else_runs(real: Endpoint) -> None:  # noqa: F811
+    alone = _texts(real, seed=5)[0]
+    prompts = ["import os\n", PROMPT, "class A:\n    def"]
+    assert _texts(real, prompt=prompts, seed=5)[1] == alone
+
+
+def test_a_stop_string_ends_the_text_and_the_sequence(real: Endpoint) -> None:  # noqa: F811
+    full = _texts(real, temperature=0)[0]
+    stop = full[6:9]
+    response = real.post(prompt=PROMPT, max_tokens=500, temperature=0, stop=stop)
+    choice = response.json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (full[: full.index(stop)], "stop")
+    wait_until(real.idle, 10, "the sequence is gone from the engine")
+
+
+def test_a_stop_token_ends_the_text(real: Endpoint) -> None:  # noqa: F811
+    client = openai.OpenAI(base_url=real.url + "/v1", api_key="none", timeout=60)
+    fields: Any = {"model": "tiny", "prompt": PROMPT, "temperature": 0}
+    full = client.completions.create(**fields, max_tokens=20).choices[0].text
+    token = next(
+        token
+        for token in range(5, 4096)
+        if client.completions.create(**{**fields, "prompt": [token]}, max_tokens=1, echo=True)
+        .choices[0]
+        .text.startswith(full[:1])
+    )
+    ended = client.completions.create(
+        **fields, max_tokens=20, extra_body={"stop_token_ids": [token]}
+    ).choices[0]
+    assert full.startswith(ended.text)
+
+
+def test_the_context_can_be_filled_to_its_end_and_not_beyond(real: Endpoint) -> None:  # noqa: F811
+    context = real.replica.limits.remote().result(timeout_s=30)["context_tokens"]
+    assert 1000 < context < 1024
+    full = real.post(prompt=[9] * 1000, max_tokens=context - 1000, ignore_eos=True)
+    assert full.status_code == 200
+    assert full.json()["usage"]["total_tokens"] == context
+    assert full.json()["choices"][0]["finish_reason"] == "length"
+    for prompt, new in (([9] * 1000, context - 999), ([9] * context, 1), ([9] * 5000, 1)):
+        refused = real.post(prompt=prompt, max_tokens=new)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_engine_slots(
+    real: Endpoint,  # noqa: F811
+    stream: bool,
+) -> None:
+    wait_until(real.idle)
+    body = {
+        "model": "tiny", "prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "n": 2,
+        "stream": stream,
+    }  # fmt: skip
+    address, content = urlsplit(real.url), json.dumps(body).encode()
+    head = (
+        f"POST {address.path}/v1/completions HTTP/1.1\r\nHost: x\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
+    with socket.create_connection((address.hostname, address.port)) as connection:
+        connection.sendall(head.encode() + content)
+        wait_until(lambda: real.stats()["running"] == 2, what="the engine has both")
+    begun = time.monotonic()
+    wait_until(real.idle, 5, "the sequences are gone everywhere")
+    assert time.monotonic() - begun < 5
+    assert real.snapshot()["ended"]["aborted"] >= 2
