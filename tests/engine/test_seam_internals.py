@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from overstory.workers import rank_hooks
 from overstory.workers.seam import internals, patches, plugin
 from overstory.workers.seam.errors import MissingOpError, SeamError
 from overstory.workers.seam.internals import Inline, Internal, NameList
@@ -24,7 +25,8 @@ def test_installed_sglang_is_what_we_rely_on() -> None:
 
 def test_every_hook_target_is_listed() -> None:
     listed = {entry.path for entry in internals.entries()}
-    targets = {p.name for p in plugin.installed() if p.name.startswith("sglang.")}
+    hooks = [*plugin.installed(), *rank_hooks.patches()]
+    targets = {p.name for p in hooks if p.name.startswith("sglang.")}
     assert targets <= listed
 
 

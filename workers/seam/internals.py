@@ -434,20 +434,102 @@ RANK: tuple[Entry, ...] = (
         "process set-up that a spawned scheduler gets",
         "server_args gpu_id tp_rank attn_cp_rank moe_dp_rank moe_ep_rank pp_rank dp_rank",
     ),
-    Internal(f"{_SCHED}.process_batch_result", "hooked: digests", "batch result"),
-    Internal(f"{_SCHED}.init_memory_pools", "hooked: phases", "self"),
-    Internal(f"{_SRT}.utils.watchdog.WatchdogRaw._watchdog_once", "hooked: ends the rank alone"),
     Internal(
-        f"{_SRT}.entrypoints.engine.Engine._launch_scheduler_processes",
-        "overridden: ranks are Ray actors",
-        "server_args port_args run_scheduler_process_func",
+        f"{_PARTS}.request_receiver.SchedulerRequestReceiver._pull_raw_reqs",
+        "hooked: leases enter in front of rank 0's requests",
+        "self",
+    ),
+    Internal(
+        f"{_PARTS}.request_receiver.SchedulerRequestReceiver.recv_requests",
+        "hooked: leases are taken out again on every rank",
+        "self",
+    ),
+    Inline(
+        f"{_PARTS}.request_receiver.SchedulerRequestReceiver.recv_requests",
+        "what rank 0 pulls is what all ranks get",
+        "recv_reqs = self._broadcast_reqs_across_ranks(recv_reqs)",
+    ),
+    Internal(f"{_SCHED}.process_batch_result", "hooked: digests, drains", "batch result"),
+    Internal(f"{_SCHED}.init_memory_pools", "hooked: phases", "self"),
+    Internal(f"{_SCHED}.is_fully_idle", "an idle rank sleeps"),
+    Inline(f"{_SCHED}.run_batch", "numbers forwards", "self.forward_ct += 1"),
+    Inline(f"{_SCHED}.run_batch", "numbers forwards", "batch.forward_iter = self.forward_ct"),
+    Inline(
+        f"{_SCHED}.event_loop_overlap",
+        "a drained result stays in the queue, marked, and is popped in its turn",
+        "tmp_batch, tmp_result = self.result_queue.popleft()",
+    ),
+    Inline(f"{_SCHED}.event_loop_overlap", "as above", "if self.last_batch:"),
+    Internal(
+        f"{_PARTS}.ipc_channels.SchedulerIpcChannels",
+        "sockets that an idle rank 0 sleeps on",
+        "recv_from_tokenizer recv_from_rpc",
+    ),
+    Internal(f"{_SRT}.managers.schedule_batch.ScheduleBatch", "digests", "reqs forward_iter copy"),
+    Inline(f"{_SRT}.managers.schedule_batch.Req.__init__", "digests", "self.kv_committed_len = 0"),
+    Internal(
+        f"{_SRT}.utils.watchdog.WatchdogRaw._watchdog_once",
+        "replaced: would send SIGQUIT to the raylet",
+        "self",
+    ),
+    Internal(
+        f"{_SRT}.utils.watchdog.WatchdogRaw.__init__",
+        "what our watchdog reads",
+        "get_counter is_active watchdog_timeout soft dump_info",
+    ),
+)
+
+#: Used by the front half in the replica's process.
+FRONT: tuple[Entry, ...] = (
+    Internal(
+        f"{_SRT}.entrypoints.engine.Engine._launch_subprocesses",
+        "overridden: ranks are Ray actors; no detokenizer, no signal handlers",
+        "server_args init_tokenizer_manager_func run_scheduler_process_func "
+        "run_detokenizer_process_func",
+    ),
+    Inline(
+        f"{_SRT}.entrypoints.engine.Engine.__init__",
+        "called on the instance, with six results",
+        ") = self._launch_subprocesses(",
+    ),
+    Internal(
+        f"{_SRT}.entrypoints.engine.Engine.shutdown",
+        "overridden: would kill every child of the process",
+        "self",
+    ),
+    Internal(f"{_SRT}.entrypoints.engine.SchedulerInitResult", "ranks' infos", "scheduler_infos"),
+    Internal(
+        f"{_SRT}.entrypoints.engine.init_tokenizer_manager",
+        "builds our subclass",
+        "server_args port_args TokenizerManagerClass",
+    ),
+    Internal(
+        f"{_SRT}.managers.tokenizer_manager.TokenizerManager",
+        "requests in, token ids out",
+        "auto_create_handle_loop handle_loop generate_request abort_request",
+    ),
+    Inline(
+        f"{_SRT}.managers.tokenizer_manager.TokenizerManager.generate_request",
+        "a closed stream aborts its request",
+        "self._discard_pending_req_states(obj, request_lifecycles)",
+    ),
+    Inline(
+        f"{_SRT}.managers.tokenizer_manager.TokenizerManager._handle_abort_req",
+        "an echoed abort repeats the last token and has no prompt_tokens",
+        "output_ids = [output_ids[-1]] if len(output_ids) > 0 else []",
+    ),
+    Internal(
+        f"{_SRT}.server_args.PortArgs",
+        "IPC names of one engine",
+        "init_new tokenizer_ipc_name scheduler_input_ipc_name detokenizer_ipc_name rpc_ipc_name "
+        "metrics_ipc_name nccl_port",
     ),
 )
 
 
 def entries() -> tuple[Entry, ...]:
     """All of the above."""
-    return PLUGINS + KERNELS + ATTENTION + NAME_LISTS + SCHEDULER + DDTREE + RANK
+    return PLUGINS + KERNELS + ATTENTION + NAME_LISTS + SCHEDULER + DDTREE + RANK + FRONT
 
 
 def problems() -> list[str]:

@@ -27,6 +27,9 @@ STANDINS = {
     "IPython": "SGLang imports a notebook widget",
 }
 
+#: Names of a stand-in that others call, and what answers: Ray asks whether it is in a notebook.
+ANSWERS = {"IPython.get_ipython": lambda: None}
+
 #: Packages that look as if they were not installed: their importers then do without.
 HIDDEN = {
     "sklearn": "transformers tunes assisted generation with it; loads pandas and scipy.stats",
@@ -70,7 +73,8 @@ class StandinModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        value: Any = MissingOp(f"{self.__name__}.{name}")
+        path = f"{self.__name__}.{name}"
+        value: Any = ANSWERS.get(path) or MissingOp(path)
         if self.__name__ == KERNEL_PACKAGE:
             from overstory.workers.seam.portable import kernel_ops
 
