@@ -48,13 +48,18 @@ class StepFacts:
 
 
 class DigestChain:
-    """The chain of one rank. One thread adds, others read."""
+    """The chain of one rank. One thread adds, others read.
+
+    `spent_ns` is what gathering facts and hashing have cost; whoever adds counts it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._links: OrderedDict[int, str] = OrderedDict()
         self._facts: OrderedDict[int, StepFacts] = OrderedDict()
         self._head = b""
+        self._count = 0
+        self.spent_ns = 0
 
     def add(self, forward: int, facts: StepFacts) -> str:
         """Adds the link of batch number `forward`; returns it as hex."""
@@ -62,6 +67,7 @@ class DigestChain:
         head = hashlib.blake2b(text, key=self._head, digest_size=DIGEST_BYTES).digest()
         with self._lock:
             self._head = head
+            self._count += 1
             self._links[forward] = head.hex()
             self._facts[forward] = facts
             while len(self._links) > LINKS_KEPT:
@@ -69,6 +75,10 @@ class DigestChain:
             while len(self._facts) > FACTS_KEPT:
                 self._facts.popitem(last=False)
         return head.hex()
+
+    def mean_us(self) -> float:
+        """Microseconds that a link has cost on average."""
+        return round(self.spent_ns / 1000 / self._count, 1) if self._count else 0.0
 
     def after(self, forward: int) -> list[tuple[int, str]]:
         """Links numbered above `forward`, in the order in which they were added."""

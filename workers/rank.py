@@ -218,7 +218,8 @@ class RankHost:
 
         Keys: rank, pid, phase, seconds (in the phase), iterations, forwards, epoch, seq, policy (in
         force), idle_s, lease_wait_s, lease (rank 0: the ledger), load, steps (by policy, see
-        `overstory.workers.step_stats`), digests ([(forward, hex)]), commands (results by ticket).
+        `overstory.workers.step_stats`), digests ([(forward, hex)]), digest_us (mean cost),
+        commands (results by ticket).
         """
         report = {
             **self.health(),
@@ -229,6 +230,7 @@ class RankHost:
             "load": self._view.load() if self._view else None,
             "steps": STATS.snapshot(),
             "digests": self._digests.after(after_forward),
+            "digest_us": self._digests.mean_us(),
             "commands": dict(self._command_results),
         }
         return report

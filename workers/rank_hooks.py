@@ -7,6 +7,7 @@ so the hooks find it in one module variable.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -115,7 +116,9 @@ def _process(original: Callable[..., Any], scheduler: Any, batch: Any, result: A
     hooked = _hooked()
     outcome = original(scheduler, batch, result)
     assert hooked.view is not None
+    begun = time.perf_counter_ns()
     hooked.digests.add(batch.forward_iter, hooked.view.step_facts(batch))
+    hooked.digests.spent_ns += time.perf_counter_ns() - begun
     return outcome
 
 
