@@ -1,0 +1,109 @@
+"""Tokens/s of one engine under leases against the same engine running freely, interleaved.
+
+`.venv/bin/python tests/cluster/measure_leases.py --json docs/benchmarks/leases.json`
+"""
+
+import argparse
+import asyncio
+import datetime
+import json
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from leftovers import wait_until
+from live_engine import LiveEngine
+from overstory.orchestrator.controller import Controller
+from overstory.orchestrator.rank_directory import RankDirectory
+
+ROUNDS = 12
+TOKENS = 160
+LEASE_STEPS = 64
+
+
+def measure(live: LiveEngine, rounds: int = ROUNDS, tokens: int = TOKENS) -> dict[str, Any]:
+    """Rounds of both kinds in the order free, leased, leased, free, ...; one request at a time."""
+    rates: dict[str, list[float]] = {"free": [], "leased": []}
+    outputs = {tuple(live.generate(tokens))}
+    for number in range(rounds):
+        order = ("free", "leased") if number % 2 == 0 else ("leased", "free")
+        for kind in order:
+            controller = _lease(live) if kind == "leased" else None
+            begun = time.monotonic()
+            outputs.add(tuple(live.generate(tokens)))
+            rates[kind].append(tokens / (time.monotonic() - begun))
+            if controller is not None:
+                _in_loop(live, controller.close())
+    assert len(outputs) == 1, "leases must not change what comes out"
+    ratios = [leased / free for leased, free in zip(rates["leased"], rates["free"], strict=True)]
+    report = live.ask(0, "report", 10**9)
+    return {
+        "lease_steps": LEASE_STEPS,
+        "tokens_per_round": tokens,
+        "tokens_per_s": {kind: [round(rate, 2) for rate in some] for kind, some in rates.items()},
+        "median_tokens_per_s": {k: round(statistics.median(v), 2) for k, v in rates.items()},
+        "ratio_of_sums": round(sum(rates["leased"]) / sum(rates["free"]), 4),
+        "median_ratio": round(statistics.median(ratios), 4),
+        "digest_us_per_forward": report["digest_us"],
+        "leases_granted": report["epoch"] and report["lease"]["epoch"],
+    }
+
+
+def _lease(live: LiveEngine) -> Controller:
+    """A controller in this process, once it has leased the replica."""
+
+    async def begin() -> Controller:
+        controller = Controller(live.deployment, LEASE_STEPS, RankDirectory(live.deployment))
+        controller.start()
+        controller.register("r1", live.engine.group.plan.tp_size)
+        return controller
+
+    controller = _in_loop(live, begin())
+    wait_until(lambda: live.ask(0, "report", 10**9)["lease"]["mode"] == "leased", 30, "a lease")
+    return controller
+
+
+def _in_loop(live: LiveEngine, coroutine: Any) -> Any:
+    return asyncio.run_coroutine_threadsafe(coroutine, live.loop).result(30)
+
+
+def main() -> None:
+    """Measures on a Ray of its own and writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--policy", default="tree-7")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    options = parser.parse_args()
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")
+    ray.init(
+        address="local",
+        namespace="overstory",
+        num_cpus=8,
+        include_dashboard=False,
+        object_store_memory=100_000_000,
+        log_to_driver=False,
+    )
+    live = LiveEngine(tp_size=options.tp, policy=options.policy)
+    result = measure(live, options.rounds)
+    live.close()
+    ray.shutdown()
+    about = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "load_average": os.getloadavg(),
+        "ray": ray.__version__,
+        "tp_size": options.tp,
+        "policy": options.policy,
+    }
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(about | result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
