@@ -17,9 +17,8 @@ from overstory.orchestrator import client, cluster, local_ray, serving
 from overstory.orchestrator.cluster import Cluster
 from overstory.orchestrator.errors import UserFault
 from overstory.orchestrator.inventory import local_inventory
-from overstory.orchestrator.model_facts import PlanError
 from overstory.orchestrator.plan import Plan, make_plan
-from overstory.orchestrator.progress import Progress, describe_ranks
+from overstory.orchestrator.progress import Progress, describe_ranks, failure_text
 from overstory.orchestrator.spec import DeploymentSpec
 from overstory.orchestrator.state import (
     DeploymentRecord,
@@ -197,16 +196,6 @@ def _await_ready(
         time.sleep(_POLL_S)
 
 
-def failure_text(message: str) -> str:
-    """What went wrong, out of Serve's message: the rank's cause of death where there is one."""
-    lines = message.splitlines()
-    for number, line in enumerate(lines):
-        at = line.find("rank ")
-        if at >= 0 and " died (exit code" in line:
-            return "\n".join([line[at:], *lines[number + 1 :]])
-    return message.strip() or "Serve gives no reason; see its logs"
-
-
 def take_down(name: str | None, say: Callable[[str], None] = lambda _: None) -> None:
     """Removes a deployment with everything that was started for it.
 
@@ -228,7 +217,8 @@ def take_down(name: str | None, say: Callable[[str], None] = lambda _: None) -> 
             serving.quiet_serve_logs()
             serving.remove_app(record.name)
             say(f"deployment {record.name}: application, ranks and placement groups removed")
-            if record.serve_started and not serving.app_names():
+            # Our own Ray ends as a whole below.
+            if own is None and record.serve_started and not serving.app_names():
                 serving.remove_serve()
         finally:
             cluster.disconnect()
@@ -252,6 +242,3 @@ def _stop_own_ray(own: LocalRayRecord | None) -> None:
     with changing_state() as state:
         if state.local_ray == own:
             state.local_ray = None
-
-
-__all__ = ["DeployError", "PlanError", "deploy", "endpoint_of", "failure_text", "take_down"]

@@ -5,6 +5,7 @@ every Ray on the machine and is never used.
 """
 
 import contextlib
+import dataclasses
 import os
 import secrets
 import shutil
@@ -21,7 +22,8 @@ from overstory.orchestrator.local_process import LocalProcess
 from overstory.orchestrator.state import LocalRayRecord
 from overstory.workers.process_ids import process_start_ticks
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 180.0
+START_ATTEMPTS = 2
 STOP_TIMEOUT_S = 45.0  # Ray drains a node for up to 30 s.
 OBJECT_STORE_BYTES = 200_000_000
 _POLL_S = 0.05
@@ -41,6 +43,10 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+class LocalRayEnded(LocalRayError):
+    """It ended by itself while starting."""
 
 
 def auth_environment(folder: str) -> dict[str, str]:
@@ -67,22 +73,21 @@ def start_local_ray(cpus: int, gpus: int) -> LocalRayRecord:
     Raises:
         LocalRayError: it ended or gave no address in time; the message has its last words.
     """
+    for attempt in range(1, START_ATTEMPTS + 1):
+        try:
+            return _start(cpus, gpus)
+        except LocalRayEnded:
+            # On a loaded machine a raylet gives up when its agent is not up within 15 s.
+            if attempt == START_ATTEMPTS:
+                raise
+    raise AssertionError("START_ATTEMPTS is at least 1")
+
+
+def _start(cpus: int, gpus: int) -> LocalRayRecord:
     # Not the user's TMPDIR: Unix socket paths below it may not exceed 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="overstory-ray-", dir="/tmp"))
-    (folder / _TOKEN_FILE).write_text(secrets.token_hex(32))
-    environment = {k: v for k, v in os.environ.items() if k not in _NOT_OURS}
-    environment.setdefault("RAY_raylet_start_wait_time_s", f"{START_TIMEOUT_S:.0f}")
-    environment |= auth_environment(str(folder))
     log = folder / "start.log"
-    with log.open("w") as stream:
-        process = subprocess.Popen(
-            _start_command(folder, cpus, gpus),
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
+    process = _spawn(folder, log, cpus, gpus)
     record = LocalRayRecord(
         address="",
         folder=str(folder),
@@ -96,9 +101,25 @@ def start_local_ray(cpus: int, gpus: int) -> LocalRayRecord:
         words = " | ".join(log.read_text().splitlines()[-5:])
         stop_local_ray(record)
         if isinstance(error, LocalRayError):
-            raise LocalRayError(f"{error}: {words}") from None
+            raise type(error)(f"{error}: {words}") from None
         raise
-    return LocalRayRecord(**{**record.__dict__, "address": address})
+    return dataclasses.replace(record, address=address)
+
+
+def _spawn(folder: Path, log: Path, cpus: int, gpus: int) -> subprocess.Popen[bytes]:
+    (folder / _TOKEN_FILE).write_text(secrets.token_hex(32))
+    environment = {k: v for k, v in os.environ.items() if k not in _NOT_OURS}
+    environment.setdefault("RAY_raylet_start_wait_time_s", f"{START_TIMEOUT_S:.0f}")
+    environment |= auth_environment(str(folder))
+    with log.open("w") as stream:
+        return subprocess.Popen(
+            _start_command(folder, cpus, gpus),
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
 
 
 def _await_address(process: subprocess.Popen[bytes], folder: Path) -> str:
@@ -110,7 +131,7 @@ def _await_address(process: subprocess.Popen[bytes], folder: Path) -> str:
             if address := file.read_text().strip():
                 return address
         if process.poll() is not None:
-            raise LocalRayError(f"the local Ray ended at once (exit code {process.returncode})")
+            raise LocalRayEnded(f"the local Ray ended at once (exit code {process.returncode})")
         time.sleep(_POLL_S)
     raise LocalRayError(f"the local Ray was not up within {START_TIMEOUT_S:.0f} s")
 

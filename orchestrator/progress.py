@@ -59,3 +59,13 @@ def describe_ranks(phases: Mapping[str, Mapping[str, Any]], expected: int) -> tu
         listed += f", {expected - len(phases)} not there yet"
         behind = PHASES.index("placement")
     return PHASES[behind], f"{expected} ranks: {listed}"
+
+
+def failure_text(message: str) -> str:
+    """What went wrong, out of Serve's message: the rank's cause of death where there is one."""
+    lines = message.splitlines()
+    for number, line in enumerate(lines):
+        at = line.find("rank ")
+        if at >= 0 and " died (exit code" in line:
+            return "\n".join([line[at:], *lines[number + 1 :]])
+    return message.strip() or "Serve gives no reason; see its logs"

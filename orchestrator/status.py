@@ -3,12 +3,12 @@
 import json
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from overstory.orchestrator import client, serving
 from overstory.orchestrator.control import connected, controller_status
 from overstory.orchestrator.state import DeploymentRecord
+from overstory.orchestrator.status_text import render
 
 
 def gather(record: DeploymentRecord) -> dict[str, Any]:
@@ -35,62 +35,6 @@ def gather(record: DeploymentRecord) -> dict[str, Any]:
         },
         "controller": controller_status(record.name),
     }
-
-
-def acceptance(steps: dict[str, Any] | None, policy: str) -> str:
-    """Share of drafts that reached each depth under `policy`, in percent; empty if none yet."""
-    counters = ((steps or {}).get("verify") or {}).get(policy)
-    if not counters or not counters["requests"] or not counters["accepted_by_depth"]:
-        return ""
-    shares = (100 * n / counters["requests"] for n in counters["accepted_by_depth"])
-    return " ".join(f"{share:.0f}" for share in shares)
-
-
-def _rank_line(rank: dict[str, Any]) -> str:
-    parts = [f"    rank {rank['rank']}  pid {rank['pid']}  {rank['health']}"]
-    if rank["health_reason"]:
-        parts.append(f"({rank['health_reason']})")
-    parts.append(f"{rank['policy']}  forward {rank['forwards']}")
-    if rank.get("steps_per_s"):
-        parts.append(
-            f"{rank['steps_per_s']:.1f} steps/s  {rank.get('tokens_per_s', 0):.1f} tokens/s"
-        )
-    if shares := acceptance(rank.get("steps"), str(rank["policy"])):
-        parts.append(f"accepted by depth, %: {shares}")
-    return "  ".join(parts)
-
-
-def _controller_lines(controller: dict[str, Any] | None) -> Iterator[str]:
-    if controller is None:
-        yield "  controller: none answers; replicas run freely under their last policy"
-        return
-    yield (
-        f"  controller: policy {controller['policy']}, leases of {controller['lease_steps']} "
-        f"steps, up {controller['uptime_s']:.0f} s"
-    )
-    for replica in controller["replicas"]:
-        why = f": {replica['reason']}" if replica["reason"] else ""
-        equal = f", digests equal up to forward {replica['digests_equal_up_to']}"
-        leased = replica["phase"] == "leased"
-        yield f"  replica {replica['name']}: {replica['phase']}{why}{equal if leased else ''}"
-        if leased:
-            yield from map(_rank_line, replica["ranks"])
-
-
-def render(picture: dict[str, Any]) -> str:
-    """The picture as text."""
-    ready = "ready" if picture["ready"] else f"not ready: {picture['reason']}"
-    lines = [f"{picture['name']}  {picture['model']} at {picture['endpoint']}  {ready}"]
-    app = picture["serve"]
-    if app is None:
-        lines.append("  Serve does not know this deployment")
-    else:
-        for deployment, states in app["replicas"].items():
-            counts = ", ".join(f"{count} {state}" for state, count in states.items() if count)
-            lines.append(f"  {deployment}: {counts or 'none'}")
-        if app["message"]:
-            lines.append(f"  Serve says: {app['message'].strip().splitlines()[-1]}")
-    return "\n".join([*lines, *_controller_lines(picture["controller"])])
 
 
 def show_status(name: str | None, as_json: bool, every_s: float | None) -> None:

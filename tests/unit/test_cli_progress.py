@@ -3,7 +3,7 @@
 import io
 
 import pytest
-from overstory.orchestrator.progress import PHASES, Progress, describe_ranks
+from overstory.orchestrator.progress import PHASES, Progress, describe_ranks, failure_text
 from overstory.workers.rank import PHASES as RANK_PHASES
 
 
@@ -41,3 +41,26 @@ def test_only_changes_are_told() -> None:
         ["[", "1.0", "s]", "nodes", "one"],
         ["[", "2.5", "s]", "weights", "one"],
     ]
+
+
+DEATH = """Deployment failed: The deployment failed to start 1 times in a row.
+Traceback (most recent call last):
+  File "x.py", line 1, in y
+overstory.x.EngineDead: rank 1 died (exit code 71, phase weights): no memory
+  rank 0: answers; weights, forward 0
+  last log lines:
+    loading"""
+
+
+def test_a_failure_begins_with_the_rank_that_died() -> None:
+    assert failure_text(DEATH).splitlines() == [
+        "rank 1 died (exit code 71, phase weights): no memory",
+        "  rank 0: answers; weights, forward 0",
+        "  last log lines:",
+        "    loading",
+    ]
+
+
+def test_a_failure_without_a_dead_rank_is_told_whole() -> None:
+    assert failure_text("cannot place rank 0\nmore") == "cannot place rank 0\nmore"
+    assert failure_text(" ") != ""
