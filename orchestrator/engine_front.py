@@ -49,6 +49,17 @@ _IPC_FIELDS = (
 )
 
 
+class _UnknownAfterAbort(logging.Filter):
+    """Drops SGLang's error line about output of a request that was just aborted: it is expected."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether to keep the record."""
+        return not record.getMessage().startswith("Received output for rid=")
+
+
+logging.getLogger(TokenizerManager.__module__).addFilter(_UnknownAfterAbort())
+
+
 class FrontManager(TokenizerManager):
     """SGLang's TokenizerManager without a grip on the process it lives in.
 

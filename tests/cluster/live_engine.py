@@ -102,7 +102,7 @@ class LiveEngine:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
-        self._seq = 0
+        self.seq = 0
         self.epoch = 0
 
     # ---------------------------------------------------------------- requests
@@ -143,12 +143,12 @@ class LiveEngine:
 
     def attach(self) -> None:
         """Takes the part of the controller."""
-        self.epoch, self._seq = self.ask(0, "attach"), 0
+        self.epoch, self.seq = self.ask(0, "attach"), 0
 
     def grant(self, steps: int, policy: str = "tree-7", *commands: Command, **more: Any) -> None:
         """Grants the next lease by hand."""
-        self._seq += 1
-        self.ask(0, "grant", Lease(self.epoch, self._seq, steps, policy, commands, **more))
+        self.seq += 1
+        self.ask(0, "grant", Lease(self.epoch, self.seq, steps, policy, commands, **more))
 
     def detach(self) -> None:
         """Lets go: the engine runs freely."""

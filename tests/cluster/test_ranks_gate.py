@@ -73,7 +73,8 @@ def stopped(engine: LiveEngine, busy: Busy) -> list[dict[str, Any]]:
 
     def waiting() -> bool:
         busy.keep()
-        return engine.ask(0, "report", NO_DIGESTS)["lease"]["mode"] == "waiting"
+        lease = engine.ask(0, "report", NO_DIGESTS)["lease"]
+        return lease["mode"] == "waiting" and lease["seq"] == engine.seq
 
     wait_until(waiting, 30, "rank 0 to stop")
     iteration = engine.ask(0, "report", NO_DIGESTS)["iterations"]
