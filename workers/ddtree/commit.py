@@ -52,6 +52,9 @@ def extend_drafter(
         seq_lens: [bs] committed lengths before this step.
         last_position: last position of the context.
     """
+    if not slots.is_cuda:
+        _extend_by_rows(worker, hidden, accepted, slots, seq_lens, last_position)
+        return
     bs, n = slots.shape
     width = accepted.rows.shape[1]
     first_row = torch.arange(bs, device=slots.device).unsqueeze(1) * n
@@ -65,4 +68,22 @@ def extend_drafter(
         cache_loc_2d=front,
         positions=positions.view(-1),
         commit_lens=(accepted.lengths + 1).to(torch.int32),
+    )
+
+
+def _extend_by_rows(
+    worker: Any,
+    hidden: torch.Tensor,
+    accepted: Accepted,
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    last_position: int,
+) -> None:
+    """As `extend_drafter`, computing the path's rows only: their number is known on a CPU."""
+    batch, depth = (accepted.rows >= 0).nonzero(as_tuple=True)
+    rows = accepted.rows[batch, depth] + batch * slots.shape[1]
+    worker._append_target_hidden_to_draft_kv_by_loc(
+        target_hidden=hidden[rows],
+        cache_loc=slots[batch, depth],
+        positions=(seq_lens[batch] + depth).clamp_(max=last_position),
     )

@@ -16,6 +16,7 @@ from overstory.workers.ddtree.decisions import DecisionGroup
 from overstory.workers.ddtree.draft import Drafter, root_tree
 from overstory.workers.ddtree.draft_input import DDTreeDraftInput
 from overstory.workers.ddtree.drafter_config import read_drafter
+from overstory.workers.ddtree.drafter_kv import StackedDrafterKv
 from overstory.workers.ddtree.limits import StepLimits
 from overstory.workers.ddtree.sampler import draw
 from overstory.workers.ddtree.step_record import PendingSteps, StageClock, StepRecord
@@ -60,6 +61,9 @@ class DDTreeWorker(DFlashWorkerV2):
             self._last_position,
         )
         self._pending = PendingSteps(STATS)
+        self._stacked_kv: StackedDrafterKv | None = None
+        if self.device == "cpu" and StackedDrafterKv.fits(self.draft_model):
+            self._stacked_kv = StackedDrafterKv(self.draft_model)
         self._kv_buffers: list[torch.Tensor] | None = None
         self._window_offsets = torch.arange(self.limits.max_rows, device=self.device)
         tree_policy.HOLDER.start(
@@ -87,6 +91,21 @@ class DDTreeWorker(DFlashWorkerV2):
     ) -> None:
         """The scheduler has read a step's acceptance; counts it."""
         self._pending.settle(num_correct_drafts_per_req)
+
+    def _append_target_hidden_sequential(
+        self,
+        ctx_hidden: torch.Tensor,
+        ctx_positions: torch.Tensor,
+        ctx_cache_loc: torch.Tensor,
+    ) -> None:
+        """Drafter KV of projected target states [rows, hidden] at their slots."""
+        if self._stacked_kv is None:
+            super()._append_target_hidden_sequential(ctx_hidden, ctx_positions, ctx_cache_loc)
+            return
+        keys, values = self._stacked_kv.project(ctx_hidden, ctx_positions)
+        pool = self.draft_model_runner.token_to_kv_pool
+        for i, layer in enumerate(self.draft_model.layers):
+            pool.set_kv_buffer(layer.self_attn.attn, ctx_cache_loc, keys[i], values[i])
 
     def _prefill(self, batch: Any, on_publish: Publish) -> GenerationBatchResult:
         started = time.perf_counter_ns()
