@@ -57,6 +57,11 @@ class Admission:
         self._typical_s = 1.0
 
     @property
+    def max_concurrent(self) -> int:
+        """The limit in force."""
+        return self._max_concurrent
+
+    @property
     def running(self) -> int:
         """Requests that hold a slot."""
         return self._running
@@ -65,6 +70,14 @@ class Admission:
     def queued(self) -> int:
         """Requests that wait for one."""
         return len(self._waiting)
+
+    def set_max_concurrent(self, max_concurrent: int) -> None:
+        """Change the limit; what runs goes on, who waits moves up."""
+        assert max_concurrent >= 1, max_concurrent
+        self._max_concurrent = max_concurrent
+        while self._waiting and self._running < self._max_concurrent:
+            self._running += 1
+            self._hand_on()
 
     async def acquire(self) -> Slot:
         """A slot, at once or in turn.
@@ -111,7 +124,7 @@ class Admission:
         self._hand_on()
 
     def _hand_on(self) -> None:
-        while self._waiting:
+        while self._waiting and self._running <= self._max_concurrent:
             turn = self._waiting.popleft()
             if not turn.done():
                 turn.set_result(None)  # the count passes to the waiter

@@ -22,7 +22,9 @@ from overstory.orchestrator.service import EndpointService, ServiceLimits
 from overstory.orchestrator.spec import DeploymentSpec
 from overstory.orchestrator.tokenizer import load_tokenizer
 from overstory.workers.tiny.paths import resolve_model
+from ray import serve
 from ray.exceptions import RayError
+from ray.serve._private.common import ReplicaState
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
@@ -52,6 +54,10 @@ class ReplicaBackend:
         finally:
             response.cancel()
 
+    async def replicas(self) -> int:
+        """Replicas that serve now, at least 1."""
+        return await asyncio.to_thread(_running_replicas, self._call)
+
     async def limits(self) -> dict[str, int]:
         """`Replica.limits` of one replica; raises what Ray raises."""
         return await self._call.limits.remote()
@@ -73,6 +79,7 @@ class Gateway:
             ServiceLimits(context, context - 1, gateway.request_timeout_s),
         )
         self._max_body_bytes = gateway.max_body_bytes
+        self._per_replica = gateway.max_concurrent_requests
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve after the constructor."""
@@ -88,6 +95,7 @@ class Gateway:
             "reason": service.readiness.reason,
             "running": service.admission.running,
             "queued": service.admission.queued,
+            "max_concurrent": service.admission.max_concurrent,
             "sequences": len(service.journal),
             "ended": service.journal.ended(),
         }
@@ -111,7 +119,19 @@ class Gateway:
         await self._service.prove()
 
     async def _look(self) -> None:
+        """A replica answers; as many requests may run as the present replicas take."""
         await self._backend.limits()
+        self._service.admission.set_max_concurrent(
+            self._per_replica * await self._backend.replicas()
+        )
+
+
+def _running_replicas(replicas: DeploymentHandle) -> int:
+    application = serve.status().applications.get(replicas.app_name)
+    if application is None:
+        return 1
+    states = application.deployments[replicas.deployment_name].replica_states
+    return max(1, states.get(ReplicaState.RUNNING, 0))
 
 
 def _cause(error: BaseException) -> str:

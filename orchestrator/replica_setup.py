@@ -47,6 +47,14 @@ def bundles(spec: DeploymentSpec, nodes: int = 1) -> list[dict[str, float]]:
     return [dict(bundle) for _ in range(nodes)]
 
 
+_WATCHDOG_S = 300.0  # SGLang's default of `watchdog_timeout`
+
+
+def stall_limit_s(spec: DeploymentSpec) -> float:
+    """How long work may stand still: as long as SGLang's own watchdog waits for a batch."""
+    return float(spec.engine.get("watchdog_timeout") or _WATCHDOG_S)
+
+
 def engine_limits(info: Mapping[str, Any], page_size: int) -> dict[str, int]:
     """What the engine takes without clipping it, in tokens.
 

@@ -42,9 +42,11 @@ class Endpoint:
         return self.gateway.snapshot.remote().result(timeout_s=30)
 
     def idle(self) -> bool:
-        """No sequence in the replica, none in the gateway, no slot held."""
-        gateway = self.snapshot()
-        return not (self.stats()["running"] or gateway["running"] or gateway["sequences"])
+        """No sequence in replica, scheduler or gateway, and no slot held."""
+        gateway, replica = self.snapshot(), self.stats()
+        load = replica.get("load", {})  # a scripted replica has no scheduler
+        held = (gateway["running"], gateway["sequences"], replica["running"])
+        return not any((*held, load.get("running"), load.get("waiting")))
 
 
 def wait_until(true: Callable[[], bool], timeout_s: float = 20.0, what: str = "") -> float:
@@ -76,7 +78,13 @@ def serve_port(ray_here: str) -> Iterator[int]:
 
 
 def _serve(app: Any, spec: DeploymentSpec, port: int, start_s: float) -> Endpoint:
-    serve.run(app, name=spec.name, route_prefix=f"/{spec.name}")
+    serve.run_many(
+        [
+            serve.RunTarget(
+                app, name=spec.name, route_prefix=f"/{spec.name}", external_scaler_enabled=True
+            )
+        ]
+    )
     url = f"http://127.0.0.1:{port}/{spec.name}"
     wait_until(lambda: ready(url), start_s, "the endpoint is ready")
     replica, gateway = (

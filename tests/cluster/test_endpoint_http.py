@@ -20,6 +20,7 @@ from fixtures_endpoint import (  # noqa: F401
     serve_port,
     wait_until,
 )
+from overstory.orchestrator.serving import set_replicas
 from scripted_replica import STEP_TOKENS, TEXT
 
 MODEL = "scripted"
@@ -238,7 +239,19 @@ def test_bad_bodies_through_the_proxy(scripted: Endpoint) -> None:  # noqa: F811
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
-# ---------------------------------------------------------------- replicas that go
+# ---------------------------------------------------------------- replicas that come and go
+
+
+def test_more_replicas_take_more_requests(scripted: Endpoint) -> None:  # noqa: F811
+    each = scripted.spec.gateway.max_concurrent_requests
+    for replicas in (2, 1):
+        set_replicas(scripted.spec.name, replicas)
+        wait_until(
+            lambda: scripted.snapshot()["max_concurrent"] == each * replicas,  # noqa: B023
+            60,
+            f"the gateway knows of {replicas} replicas",
+        )
+        assert ready(scripted.url)
 
 
 def test_a_replica_that_dies_ends_its_requests_and_is_replaced(

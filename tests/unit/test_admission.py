@@ -107,6 +107,28 @@ def test_retry_after_follows_the_pace_and_the_queue() -> None:
     asyncio.run(scenario())
 
 
+def test_the_limit_follows_the_number_of_replicas() -> None:
+    async def scenario() -> None:
+        admission = Admission(1, 3)
+        slots = [await admission.acquire()]
+        waiting = [asyncio.create_task(admission.acquire()) for _ in range(3)]
+        await _settle()
+        admission.set_max_concurrent(3)
+        await _settle()
+        assert (admission.running, admission.queued) == (3, 1)
+        admission.set_max_concurrent(1)
+        slots += [task.result() for task in waiting if task.done()]
+        for running in (2, 1):
+            slots.pop().release()
+            await _settle()
+            assert (admission.running, admission.queued) == (running, 1)
+        slots.pop().release()
+        (await waiting[-1]).release()
+        assert (admission.running, admission.queued) == (0, 0)
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(("concurrent", "queued", "key"), [(0, 1, "concurrent"), (1, -1, "queued")])
 def test_senseless_limits_are_refused_by_name(concurrent: int, queued: int, key: str) -> None:
     with pytest.raises(ValueError, match=f"gateway.max_{key}_requests"):
