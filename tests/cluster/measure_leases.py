@@ -1,5 +1,8 @@
 """Tokens/s of one engine under leases against the same engine running freely, interleaved.
 
+The processes' CPU time per token goes with it: on a shared machine the wall clock also measures
+others.
+
 `.venv/bin/python tests/cluster/measure_leases.py --json docs/benchmarks/leases.json`
 """
 
@@ -14,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from leftovers import wait_until
 from live_engine import LiveEngine
@@ -28,14 +32,16 @@ LEASE_STEPS = 64
 def measure(live: LiveEngine, rounds: int = ROUNDS, tokens: int = TOKENS) -> dict[str, Any]:
     """Rounds of both kinds in the order free, leased, leased, free, ...; one request at a time."""
     rates: dict[str, list[float]] = {"free": [], "leased": []}
+    cpu: dict[str, float] = {"free": 0.0, "leased": 0.0}
     outputs = {tuple(live.generate(tokens))}
     for number in range(rounds):
         order = ("free", "leased") if number % 2 == 0 else ("leased", "free")
         for kind in order:
             controller = _lease(live) if kind == "leased" else None
-            begun = time.monotonic()
+            begun, cpu_begun = time.monotonic(), _cpu_s(live)
             outputs.add(tuple(live.generate(tokens)))
             rates[kind].append(tokens / (time.monotonic() - begun))
+            cpu[kind] += _cpu_s(live) - cpu_begun
             if controller is not None:
                 _in_loop(live, controller.close())
     assert len(outputs) == 1, "leases must not change what comes out"
@@ -48,9 +54,16 @@ def measure(live: LiveEngine, rounds: int = ROUNDS, tokens: int = TOKENS) -> dic
         "median_tokens_per_s": {k: round(statistics.median(v), 2) for k, v in rates.items()},
         "ratio_of_sums": round(sum(rates["leased"]) / sum(rates["free"]), 4),
         "median_ratio": round(statistics.median(ratios), 4),
+        "cpu_ms_per_token": {k: round(1000 * v / rounds / tokens, 3) for k, v in cpu.items()},
+        "cpu_ratio": round(cpu["free"] / cpu["leased"], 4),
         "digest_us_per_forward": report["digest_us"],
-        "leases_granted": report["epoch"] and report["lease"]["epoch"],
     }
+
+
+def _cpu_s(live: LiveEngine) -> float:
+    """CPU seconds of ranks, front half and controller (which live in this process)."""
+    pids = [identity.pid for identity in live.engine.group.identities] + [os.getpid()]
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 
 def _lease(live: LiveEngine) -> Controller:
