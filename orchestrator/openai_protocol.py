@@ -60,6 +60,11 @@ _OFF: dict[str, tuple[Any, ...]] = {
 """Known fields that are not supported yet, with the values besides null that ask for nothing."""
 
 
+def known_fields(request: type[BaseModel]) -> set[str]:
+    """Names that a request may carry or is told about: honoured, harmless, not supported yet."""
+    return {*request.model_fields, *HARMLESS, *_OFF}
+
+
 def field_error(param: str, reason: str, code: str = "invalid_value") -> PydanticCustomError:
     """A finding about one field, for `openai_errors.from_validation`."""
     context = {"param": param, "reason": reason, "code": code}
