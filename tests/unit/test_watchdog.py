@@ -126,8 +126,6 @@ def test_a_log_tail_leaves_out_blank_lines_and_rays_own_marks(tmp_path):
     log = tmp_path / "worker.err"
     lines = "\n".join(f"line {number}" for number in range(50))
     log.write_text(f":job_id:01\n:actor_name:RankHost\n\n{lines}")
-        ":job_id:01\n:actor_name:RankHost\n\n" + "\n".join(f"line {n}" for n in range(50))
-    )
     assert read_log_tail(log, 3) == ["line 47", "line 48", "line 49"]
     assert read_log_tail(log, 100)[0] == "line 0"
     assert read_log_tail(tmp_path / "none") == []
