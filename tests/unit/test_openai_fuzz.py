@@ -1,4 +1,4 @@
-"""Whatever JSON comes in: an answer, or an error in OpenAI's shape that is the client's, not ours."""
+"""Whatever JSON comes in: an answer, or an error in OpenAI's shape that is the client's own."""
 
 import asyncio
 from typing import Any
