@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import logging
 import shutil
+import socket
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -211,6 +212,7 @@ class OverstoryEngine(Engine):
         server_args.check_server_args()
         port_args = self._port_args(server_args)
         self._group.await_imports(self._on_progress)
+        self._group.check_beside(socket.gethostname())
         host = "127.0.0.1" if self._group.one_node() else ray.util.get_node_ip_address()
         rank_args = dataclasses.replace(server_args, dist_init_addr=f"{host}:{port_args.nccl_port}")
         manager, templates = self._front(server_args, port_args)
@@ -292,6 +294,13 @@ class OverstoryEngine(Engine):
 
 def _fixed_fields(fields: Mapping[str, Any], group: RankGroup) -> dict[str, Any]:
     """`fields` with what the front half relies on; refuses values that contradict it."""
+    watchdog_s = fields.get("watchdog_timeout", ServerArgs.watchdog_timeout)
+    if group.plan.lease_timeout_s >= watchdog_s:
+        raise ValueError(
+            f"control.lease_timeout_s ({group.plan.lease_timeout_s} s) must be below "
+            f"engine.watchdog_timeout ({watchdog_s} s): a rank that waits for a late lease would "
+            "count as standing still"
+        )
     fixed = {
         "skip_tokenizer_init": True,
         "incremental_streaming_output": True,

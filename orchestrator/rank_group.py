@@ -173,6 +173,14 @@ class RankGroup:
         """Whether all ranks run on one host (known after `await_imports`)."""
         return len({identity.host for identity in self.identities}) == 1
 
+    def check_beside(self, host: str) -> None:
+        """Refuses (ValueError) a rank 0 that is not on `host`: it meets its front half in files."""
+        if self.identities[0].host != host:
+            raise ValueError(
+                f"rank 0 was placed on {self.identities[0].host}, its front half runs on {host}: "
+                "bundle 0 of the placement group must hold both (RankPlan.bundles)"
+            )
+
     def phases(self, timeout_s: float = 2.0) -> list[dict[str, Any]]:
         """What each rank is doing; "starting" for one whose process does not answer yet."""
         refs = [call(actor, CONTROL, "phase") for actor in self.actors]
