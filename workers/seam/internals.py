@@ -159,6 +159,16 @@ KERNELS: tuple[Entry, ...] = (
         "replaced: slow",
         "layer x topk_output moe_runner_config",
     ),
+    Internal(
+        f"{_SRT}.layers.layernorm.RMSNorm.forward_native",
+        "hooked: slow",
+        "self x residual post_residual_addition",
+    ),
+    Inline(
+        f"{_SRT}.layers.layernorm.RMSNorm.__init__",
+        "what the hook reads of a layer",
+        "self.variance_epsilon = eps",
+    ),
     Inline(
         f"{_SRT}.layers.quantization.unquant.UnquantizedFusedMoEMethod.forward_cpu",
         "the replaced function is what a CPU calls, and only for SiLU",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from overstory.workers.seam.patches import Patch, hook
 from overstory.workers.seam.portable.moe import moe_forward
+from overstory.workers.seam.portable.norm import rms_norm
 
 if TYPE_CHECKING:
     import torch
@@ -155,5 +156,11 @@ def patches() -> list[Patch]:
             "replace",
             moe_forward,
             "builds a module and several copies per expert and call",
+        ),
+        hook(
+            "sglang.srt.layers.layernorm.RMSNorm.forward_native",
+            "around",
+            rms_norm,
+            "spends ten ops on what torch does in one",
         ),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -39,7 +40,8 @@ def routed_experts(
 ) -> torch.Tensor:
     """Sum over each row's chosen experts of weight * w2(silu(gate) * up).
 
-    One pass per expert that some row chose, over just its rows. The sum is in float32 at least.
+    Only experts that some row chose are touched, each with two matmuls over just its rows; the rest
+    is done once for all. The sum is in float32 at least.
 
     Args:
         x: [rows, hidden].
@@ -51,27 +53,56 @@ def routed_experts(
     Returns:
         [rows, hidden], dtype of `x`.
     """
-    rows, chosen = ids.shape
-    total = x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, weights.dtype))
-    by_expert: dict[int, list[int]] = {}
-    for position, expert in enumerate(ids.flatten().tolist()):
-        by_expert.setdefault(expert, []).append(position)
-    flat_weights = weights.flatten()
-    for expert, positions in by_expert.items():
-        if rows == 1:
-            part = _expert(x, w13[expert], w2[expert]) * flat_weights[positions[0]]
-            total += part
-            continue
-        index = torch.tensor(positions)
-        row_index = index // chosen
-        part = _expert(x[row_index], w13[expert], w2[expert])
-        total.index_add_(0, row_index, part * flat_weights[index].unsqueeze(1))
-    return total.to(x.dtype)
+    dtype = torch.promote_types(x.dtype, weights.dtype)
+    if x.shape[0] == 1:
+        return _one_row(x, w13, w2, weights.to(dtype), ids).to(x.dtype)
+    return _many_rows(x, w13, w2, weights.to(dtype), ids).to(x.dtype)
 
 
-def _expert(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
-    gate, up = F.linear(x, w13).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, w2)
+def _one_row(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+) -> torch.Tensor:
+    """The plain decode step: no sorting."""
+    total = torch.zeros(x.shape, dtype=weights.dtype)
+    for place, expert in enumerate(ids[0].tolist()):
+        gate, up = F.linear(x, w13[expert]).chunk(2, dim=-1)
+        total += F.linear(F.silu(gate) * up, w2[expert]) * weights[0, place]
+    return total
+
+
+def _many_rows(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+) -> torch.Tensor:
+    """Pairs of row and expert, sorted by expert."""
+    experts = ids.flatten().tolist()
+    order = torch.tensor(sorted(range(len(experts)), key=experts.__getitem__))
+    touched = sorted(Counter(experts).items())
+    rows = order // ids.shape[1]
+    both = _by_expert(x.index_select(0, rows), w13, touched)
+    gate, up = both.chunk(2, dim=-1)
+    parts = _by_expert(F.silu(gate) * up, w2, touched)
+    parts = parts * weights.flatten()[order].unsqueeze(1)
+    return torch.zeros(x.shape, dtype=parts.dtype).index_add_(0, rows, parts)
+
+
+def _by_expert(x: torch.Tensor, w: torch.Tensor, touched: list[tuple[int, int]]) -> torch.Tensor:
+    """x [pairs, in] sorted by expert, times w [experts, out, in].
+
+    `touched`: each expert and the number of its pairs.
+    """
+    out = x.new_empty(x.shape[0], w.shape[1])
+    sizes = [count for _, count in touched]
+    for (expert, _), some, place in zip(touched, x.split(sizes), out.split(sizes), strict=True):
+        torch.mm(some, w[expert].t(), out=place)
+    return out
 
 
 def _refuse_unsupported(layer: torch.nn.Module, config: Any) -> None:
