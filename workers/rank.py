@@ -31,6 +31,7 @@ from overstory.workers.environment import prepare_process
 from overstory.workers.gate import RanksDiverged, StepGate
 from overstory.workers.process_ids import process_start_ticks
 from overstory.workers.scheduler_view import SglangScheduler
+from overstory.workers.shared_names import take_names_off
 from overstory.workers.step_stats import STATS
 from overstory.workers.tree_policy import TreePolicy
 
@@ -169,6 +170,7 @@ class RankHost:
             )
         except Exception as error:
             raise self._failed("building its scheduler", error) from error
+        take_names_off()
         self._view = self._hooked.view = SglangScheduler(scheduler)
         self._enter("ready")
         return dict(scheduler.get_init_info())

@@ -166,6 +166,8 @@ class LiveEngine:
         ranks = [self.process(rank) for rank in range(len(self.engine.group.identities))]
         port = self.engine.port_args.nccl_port
         ipc = self.engine.port_args.tokenizer_ipc_name.removeprefix("ipc://")
+        segments = [p for r in ranks for p in Path("/dev/shm").glob(f"sgl_shm_*_{r.pid}_*")]
+        assert not segments, "shared memory has names that a killed rank would leave behind"
         self.engine.shutdown()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(10)

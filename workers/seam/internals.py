@@ -482,6 +482,11 @@ RANK: tuple[Entry, ...] = (
         "replaced: would send SIGQUIT to the raylet",
         "self",
     ),
+    Inline(
+        f"{_SRT}.utils.stale_shm_cleanup.make_shm_name",
+        "finds this process's shared memory by name, to take the name off",
+        'return f"{_SGL_SHM_PREFIX}_{kind}_{os.getpid()}_{uuid.uuid4().hex[:8]}"',
+    ),
     Internal(
         f"{_SRT}.utils.watchdog.WatchdogRaw.__init__",
         "what our watchdog reads",
