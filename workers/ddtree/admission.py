@@ -14,6 +14,9 @@ from overstory.workers.ddtree import ALGORITHM
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
+_MAX_BIAS = 1e6
+"""Beyond any use, and far from the infinities that no sampler can draw from."""
+
 _CONSTRAINTS = ("json_schema", "regex", "ebnf", "structural_tag")
 
 
@@ -32,6 +35,9 @@ def refusal(req: Req) -> str | None:
                 f"{name}={value} is not supported with {ALGORITHM}: it depends on the tokens "
                 f"before each node of a draft tree; leave it at {neutral}"
             )
+    for token, bias in (params.logit_bias or {}).items():
+        if not abs(bias) <= _MAX_BIAS:
+            return f"logit_bias of token {token} is {bias}; it must be within ±{_MAX_BIAS:g}"
     for name in _CONSTRAINTS:
         if getattr(params, name, None) is not None:
             return (

@@ -20,6 +20,9 @@ MAX_ROWS = 64
 
 _DEFAULT_MAX_RUNNING = 48
 
+_MASKED_BACKENDS = {"cpu": ("torch_native",), "cuda": ("triton",)}
+"""Attention backends by device whose verify forward applies ``custom_mask``, for MLA as well."""
+
 
 def starting_policy(max_rows: int, block_size: int) -> TreePolicy:
     """Policy an engine starts with: that of the environment, else the largest it has room for.
@@ -74,10 +77,30 @@ def _refuse_unsupported(arguments: ServerArgs) -> None:
     for name, (value, wanted) in unsupported.items():
         if value != wanted:
             raise ValueError(f"{ALGORITHM} runs with {name}={wanted} only, got {value}")
+    _refuse_unmasked_verify(arguments)
     if arguments.speculative_draft_model_path is None:
         raise ValueError(
             f"{ALGORITHM} needs a drafter: set speculative_draft_model_path to a DFlash checkpoint "
             "made for this model"
+        )
+
+
+def _refuse_unmasked_verify(arguments: ServerArgs) -> None:
+    """Backends that drop the ancestor mask would verify a tree as a chain, without a word."""
+    masked = _MASKED_BACKENDS.get(arguments.device)
+    if masked is None:
+        raise ValueError(
+            f"{ALGORITHM} runs on devices {sorted(_MASKED_BACKENDS)}, got device={arguments.device}"
+        )
+    if arguments.attention_backend not in masked:
+        raise ValueError(
+            f"{ALGORITHM} on {arguments.device} needs attention_backend to be one of {masked}, "
+            f"which honour a tree's mask; got {arguments.attention_backend}"
+        )
+    if arguments.device != "cpu" and not arguments.disable_cuda_graph:
+        raise ValueError(
+            f"{ALGORITHM} needs disable_cuda_graph: SGLang captures DFLASH's verify forward "
+            "without a mask and with one number of rows"
         )
 
 

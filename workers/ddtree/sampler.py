@@ -19,9 +19,12 @@ from overstory.workers.ddtree import ALGORITHM
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.server_args import ServerArgs
 
 SEED_BITS = 31
 """Drawn seeds fit every integer type on their way through clients and engines."""
+
+_INT64_MAX = (1 << 63) - 1
 
 
 def request_seed(given: int | None, rid: str, engine_seed: int) -> int:
@@ -31,12 +34,12 @@ def request_seed(given: int | None, rid: str, engine_seed: int) -> int:
     request, so all ranks of a replica derive the same seed without talking.
 
     Args:
-        given: ``sampling_seed`` of the request, if any.
+        given: ``sampling_seed`` of the request, if any; taken modulo 2**63.
         rid: the request's id.
         engine_seed: ``random_seed`` of the engine, alike on its ranks and new at every start.
     """
     if given is not None:
-        return int(given)
+        return int(given) & _INT64_MAX
     digest = hashlib.blake2b(f"{engine_seed}:{rid}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> (64 - SEED_BITS)
 
@@ -79,9 +82,15 @@ def draw(
     return sample_nodes(logits, *parameters, positions.to(torch.int64))
 
 
-def serves(algorithm: str | None) -> bool:
-    """Whether engines of this speculative algorithm sample here: ours and those without any."""
-    return algorithm is None or algorithm == ALGORITHM
+def serves(arguments: ServerArgs) -> bool:
+    """Whether an engine samples here: with DDTREE, and without speculation unless it asks for more.
+
+    Under DP attention the ranks of a tensor-parallel group hold different requests; deterministic
+    inference has a sampler of its own.
+    """
+    if arguments.speculative_algorithm is not None:
+        return bool(arguments.speculative_algorithm == ALGORITHM)
+    return not (arguments.enable_dp_attention or arguments.enable_deterministic_inference)
 
 
 def keep_seeds(result: Any, cls: type, batch: ScheduleBatch, vocab_size: int) -> Any:
@@ -94,7 +103,7 @@ def keep_seeds(result: Any, cls: type, batch: ScheduleBatch, vocab_size: int) ->
     from sglang.srt.runtime_context import get_server_args
 
     arguments = get_server_args()
-    if serves(arguments.speculative_algorithm):
+    if serves(arguments):
         seeds = seeds_of(batch, arguments.random_seed)
         result.sampling_seed = seeds.to(batch.device, non_blocking=True)
     return result
@@ -118,9 +127,7 @@ def sample_last_rows(
     """
     from sglang.srt.runtime_context import get_server_args
 
-    if not serves(get_server_args().speculative_algorithm) or any(
-        sampling_info.return_sampling_masks or []
-    ):
+    if not serves(get_server_args()) or any(sampling_info.return_sampling_masks or []):
         return original(
             self,
             logits_output,

@@ -1,0 +1,85 @@
+"""Server arguments of DDTREE engines: completed where open, refused where they cannot work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ddtree_support import server_args
+from overstory.workers.ddtree import POLICY_ENV
+from overstory.workers.environment import cpu_engine_defaults
+
+
+@pytest.fixture
+def make(pair: tuple[str, str]) -> Any:
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.server_args import ServerArgs
+
+    def build(**changes: Any) -> Any:
+        fields = cpu_engine_defaults() | {"model_path": pair[0], "skip_tokenizer_init": True}
+        return ServerArgs(**(fields | server_args(pair[1]) | changes))
+
+    return build
+
+
+def test_open_arguments_are_completed(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(POLICY_ENV, raising=False)
+    arguments = make(speculative_num_draft_tokens=None)
+    assert arguments.speculative_num_draft_tokens == 8
+    assert arguments.speculative_draft_attention_backend == "torch_native"
+    monkeypatch.setenv(POLICY_ENV, "tree-31")
+    assert make(speculative_num_draft_tokens=None).speculative_num_draft_tokens == 32
+
+
+def test_slot_rows_hold_a_step_at_the_end_of_the_context(make: Any) -> None:
+    from overstory.workers.ddtree.limits import row_headroom
+    from sglang.srt.mem_cache.allocation_sizing import get_req_to_token_extra_context_len
+    from sglang.srt.mem_cache.kv_cache_configurator import (
+        get_req_to_token_extra_context_len as used,
+    )
+
+    arguments = make()
+    assert get_req_to_token_extra_context_len(arguments) == row_headroom(64)
+    assert used is get_req_to_token_extra_context_len
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"page_size": 16}, "page_size=1 only, got 16"),
+        ({"enable_mixed_chunk": True}, "enable_mixed_chunk"),
+        ({"speculative_num_draft_tokens": 65}, "between the drafter's block size 8 and 64"),
+        ({"speculative_num_draft_tokens": 4}, "between the drafter's block size 8 and 64"),
+        ({"speculative_draft_model_path": None}, "needs a drafter"),
+        ({"speculative_draft_model_path": "/nonexistent/drafter"}, "/nonexistent/drafter"),
+        ({"attention_backend": "intel_amx"}, "mask"),
+        ({"speculative_draft_window_size": 128}, "speculative_draft_window_size"),
+    ],
+)
+def test_what_cannot_work_is_refused(make: Any, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises((ValueError, OSError), match=words):
+        make(**changes)
+
+
+def test_a_policy_larger_than_the_engine_is_refused(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(POLICY_ENV, "tree-31")
+    with pytest.raises(ValueError, match="leaves room for"):
+        make(speculative_num_draft_tokens=16)
+    monkeypatch.setenv(POLICY_ENV, "bush-3")
+    with pytest.raises(ValueError, match="bush-3"):
+        make()
+
+
+def test_a_drafter_of_another_vocabulary_is_refused(
+    make: Any, pair: tuple[str, str], tmp_path: Path
+) -> None:
+    config = json.loads((Path(pair[1]) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 4097}))
+    with pytest.raises(ValueError, match="vocab_size is 4097"):
+        make(speculative_draft_model_path=str(tmp_path))
