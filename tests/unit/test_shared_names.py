@@ -37,6 +37,4 @@ def test_a_regular_exit_after_it_is_silent():
     )
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
     assert done.stderr == ""
