@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import logging
 import shutil
-import socket
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -212,7 +211,7 @@ class OverstoryEngine(Engine):
         server_args.check_server_args()
         port_args = self._port_args(server_args)
         self._group.await_imports(self._on_progress)
-        self._group.check_beside(socket.gethostname())
+        self._group.check_beside()
         host = "127.0.0.1" if self._group.one_node() else ray.util.get_node_ip_address()
         rank_args = dataclasses.replace(server_args, dist_init_addr=f"{host}:{port_args.nccl_port}")
         manager, templates = self._front(server_args, port_args)

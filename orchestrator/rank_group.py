@@ -170,15 +170,20 @@ class RankGroup:
         self._watcher.start()
 
     def one_node(self) -> bool:
-        """Whether all ranks run on one host (known after `await_imports`)."""
-        return len({identity.host for identity in self.identities}) == 1
+        """Whether all ranks run on one Ray node (known after `await_imports`).
 
-    def check_beside(self, host: str) -> None:
-        """Refuses (ValueError) a rank 0 that is not on `host`: it meets its front half in files."""
-        if self.identities[0].host != host:
+        Not judged by host name: nodes in network namespaces of one machine share it, but no loopback.
+        """
+        return len({identity.node_id for identity in self.identities}) == 1
+
+    def check_beside(self) -> None:
+        """Refuses (ValueError) a rank 0 on another node than this process: they meet in files."""
+        first, here = self.identities[0], ray.get_runtime_context().get_node_id()
+        if first.node_id != here:
             raise ValueError(
-                f"rank 0 was placed on {self.identities[0].host}, its front half runs on {host}: "
-                "bundle 0 of the placement group must hold both (RankPlan.bundles)"
+                f"rank 0 was placed on {first.host} (Ray node {first.node_id}), its front half runs "
+                f"on Ray node {here}: bundle 0 of the placement group must hold both "
+                "(RankPlan.bundles)"
             )
 
     def phases(self, timeout_s: float = 2.0) -> list[dict[str, Any]]:
