@@ -172,7 +172,8 @@ class RankGroup:
     def one_node(self) -> bool:
         """Whether all ranks run on one Ray node (known after `await_imports`).
 
-        Not judged by host name: nodes in network namespaces of one machine share it, but no loopback.
+        Not judged by host name: nodes in network namespaces of one machine share it, but have no
+        loopback in common.
         """
         return len({identity.node_id for identity in self.identities}) == 1
 
@@ -181,8 +182,8 @@ class RankGroup:
         first, here = self.identities[0], ray.get_runtime_context().get_node_id()
         if first.node_id != here:
             raise ValueError(
-                f"rank 0 was placed on {first.host} (Ray node {first.node_id}), its front half runs "
-                f"on Ray node {here}: bundle 0 of the placement group must hold both "
+                f"rank 0 was placed on {first.host} (Ray node {first.node_id}), its front half "
+                f"runs on Ray node {here}: bundle 0 of the placement group must hold both "
                 "(RankPlan.bundles)"
             )
 
