@@ -60,6 +60,13 @@ def _known(name: str | None) -> None:
     read_state().pick(name)
 
 
+def _end_tidily() -> None:
+    """SIGTERM ends the command as Ctrl-C does: what it started is taken away first."""
+    import signal
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 def _pretended_nodes(
     nodes: int | None, gpus: int | None, cpus: int | None, memory_gib: float | None, gpu_gib: float
 ) -> "list[NodeInventory]":
@@ -122,6 +129,7 @@ def deploy(
 
         spec = load_spec(file, overrides or ())
         check_models(spec)
+        _end_tidily()
         # Ray is imported only after file and models have been found good.
         from overstory.orchestrator.deploy import deploy as run
         from overstory.orchestrator.progress import Progress

@@ -9,7 +9,6 @@ first token  /ready says that it has generated
 ```
 """
 
-import contextlib
 import time
 from collections.abc import Callable
 
@@ -68,13 +67,25 @@ def deploy(spec: DeploymentSpec, progress: Progress, timeout_s: float) -> Deploy
         serving.start_controller(spec)
         _await_ready(record, spec, progress, timeout_s)
     except BaseException as error:
-        cause = f"interrupted: {error!r}" if isinstance(error, KeyboardInterrupt) else str(error)
-        with contextlib.suppress(Exception):
-            take_down(record.name)
-        raise DeployError(cause) from error
+        left = _clean_up(record.name)
+        # Ray turns SIGTERM into SystemExit.
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise DeployError(f"interrupted{left}") from error
+        if isinstance(error, UserFault):
+            raise DeployError(f"{error}{left}") from error
+        raise
     finally:
         cluster.disconnect()
     return record
+
+
+def _clean_up(name: str) -> str:
+    """Takes a failed deployment away; a line about what would not go, else nothing."""
+    try:
+        take_down(name)
+    except Exception as error:  # The first fault is the one to tell; this one goes with it.
+        return f"\nnot everything could be taken away ({error}); run `overstory down`"
+    return ""
 
 
 def _nodes(spec: DeploymentSpec, progress: Progress) -> tuple[Cluster, LocalRayRecord | None]:
