@@ -131,7 +131,7 @@ async def _answer(
 ) -> Response:
     request_id = uuid.uuid4().hex
     shape = shape_of(request_id, service.served_name, int(time.time()))
-    running = await service.open(job, request_id)
+    running = await service.open(job, request_id, body.stream)
     if body.stream:
         return await _stream(running, job, body.include_usage, shape)
     try:

@@ -7,7 +7,7 @@ drive it as it is.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -41,6 +41,20 @@ class TokenChunk:
 
     ids: list[int]
     finish: dict[str, Any] | None = None
+
+
+async def held_together(
+    chunks: AsyncIterator[TokenChunk], hold_s: float, clock: Callable[[], float]
+) -> AsyncIterator[TokenChunk]:
+    """The same tokens in fewer chunks: a chunk goes out `hold_s` after the one before, or with the
+    end."""
+    held: list[int] = []
+    sent_s = clock()
+    async for chunk in chunks:
+        held += chunk.ids
+        if chunk.finish is not None or clock() - sent_s >= hold_s:
+            yield TokenChunk(held, chunk.finish)
+            held, sent_s = [], clock()
 
 
 class Backend(Protocol):
@@ -90,8 +104,9 @@ class Generation:
         decode: Decode,
         journal: Journal,
         deadline_s: float,
+        hold_s: float = 0.0,
     ) -> None:
-        """`deadline_s` is on the event loop's clock."""
+        """`deadline_s` is on the event loop's clock; `hold_s` as in `GenerateCall`."""
         self._request_id = request_id
         self._plans = plans
         self._stops = stops
@@ -99,6 +114,7 @@ class Generation:
         self._decode = decode
         self._journal = journal
         self._deadline_s = deadline_s
+        self._hold_s = hold_s
         self._entries: list[JournalEntry] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._pieces: asyncio.Queue[Piece | BaseException] = asyncio.Queue()
@@ -150,7 +166,7 @@ class Generation:
     async def _run(self, index: int, entry: JournalEntry) -> None:
         """Feed one choice's pieces, or what ended it, into the queue."""
         try:
-            async with aclosing(self._backend.generate(entry.call())) as chunks:
+            async with aclosing(self._backend.generate(entry.call(self._hold_s))) as chunks:
                 await self._follow(index, entry, chunks)
         except Exception as error:
             self._journal.close(entry, "failed")

@@ -18,7 +18,7 @@ from typing import Any, cast
 from overstory.orchestrator.controller_actor import find_controller
 from overstory.orchestrator.engine_errors import EngineDead, RankDeath
 from overstory.orchestrator.engine_flags import resolve_engine
-from overstory.orchestrator.generation import TokenChunk
+from overstory.orchestrator.generation import TokenChunk, held_together
 from overstory.orchestrator.health import ProgressJudge
 from overstory.orchestrator.journal import GenerateCall
 from overstory.orchestrator.launch import launch_engine
@@ -67,8 +67,9 @@ class Replica:
             ),
         )
         async with aclosing(steps):
-            async for step in steps:
-                yield TokenChunk(step["token_ids"], step["finish_reason"])
+            chunks = (TokenChunk(step["token_ids"], step["finish_reason"]) async for step in steps)
+            async for chunk in held_together(chunks, request.hold_s, time.monotonic):
+                yield chunk
 
     async def limits(self) -> dict[str, int]:
         """See `engine_limits`."""

@@ -33,6 +33,7 @@ from overstory.orchestrator.tokenizer import ChatTemplateError, Tokenizer
 
 logger = logging.getLogger(__name__)
 
+_HOLD_WHOLE_S = 0.1  # a stop string in an unstreamed answer is seen this much later
 _LONG_TEXT_CHARS = 20_000  # above this, tokenizing would hold up the event loop for milliseconds
 
 
@@ -143,8 +144,9 @@ class EndpointService:
         ids = await self._encode(text, special=False, param="messages")
         return self._job(request, [ids], request.limit, "messages", ())
 
-    async def open(self, job: Job, request_id: str) -> RunningRequest:
-        """A slot and a generation that has not begun.
+    async def open(self, job: Job, request_id: str, stream: bool) -> RunningRequest:
+        """A slot and a generation that has not begun. Unless it is to `stream`, nobody sees its
+        pieces before the end, and its tokens may come in fewer messages.
 
         Raises: ApiError: 429 when the queue is full, 503 when nothing can generate, 504 when the
             wait was too long.
@@ -163,6 +165,7 @@ class EndpointService:
             decode=self._tokenizer.decode,
             journal=self.journal,
             deadline_s=deadline_s,
+            hold_s=0.0 if stream else _HOLD_WHOLE_S,
         )
         return RunningRequest(generation, slot, self)
 

@@ -21,6 +21,7 @@ def test_a_lost_sequence_goes_on_with_the_same_seed_and_what_is_left() -> None:
     assert again.input_ids == (1, 2, 10, 11, 12)
     assert again.sampling.max_new_tokens == 2
     assert again.sampling.seed == 7
+    assert entry.call(hold_s=0.5).hold_s == 0.5
 
 
 def test_entries_leave_the_journal_once_and_are_counted() -> None:

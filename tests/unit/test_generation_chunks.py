@@ -1,0 +1,32 @@
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from overstory.orchestrator.generation import TokenChunk, held_together
+
+
+@pytest.mark.parametrize(
+    ("hold_s", "expected"),
+    [
+        (0.0, [[1], [2], [3], [4, 5]]),
+        (2.0, [[1, 2], [3, 4, 5]]),
+        (99.0, [[1, 2, 3, 4, 5]]),
+    ],
+)
+def test_tokens_held_together_are_the_same_tokens(hold_s: float, expected: list[list[int]]) -> None:
+    now = 0.0
+
+    async def steps() -> AsyncIterator[TokenChunk]:
+        nonlocal now
+        for ids in ([1], [2], [3]):
+            now += 1.0
+            yield TokenChunk(ids)
+        now += 1.0
+        yield TokenChunk([4, 5], {"type": "length"})
+
+    async def collect() -> list[TokenChunk]:
+        return [chunk async for chunk in held_together(steps(), hold_s, lambda: now)]
+
+    chunks = asyncio.run(collect())
+    assert [chunk.ids for chunk in chunks] == expected
+    assert [chunk.finish is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
