@@ -38,11 +38,18 @@ class LocalRayError(UserFault, RuntimeError):
     """Our local Ray did not start or did not stop."""
 
 
+def free_ports(count: int) -> list[int]:
+    """Different TCP ports that are free now."""
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
 def free_port() -> int:
-    """A TCP port that is free now on the loopback interface."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port that is free now."""
+    return free_ports(1)[0]
 
 
 class LocalRayEnded(LocalRayError):
@@ -55,12 +62,17 @@ def auth_environment(folder: str) -> dict[str, str]:
 
 
 def _start_command(folder: Path, cpus: int, gpus: int) -> list[str]:
-    # Every port that Ray would else take at a fixed number, beside another Ray, is given or drawn.
+    # Ports that Ray takes at fixed numbers would clash with another Ray; for agents' ports that it
+    # draws, a raylet waits until the agents are up, and gives up after 15 s on a loaded machine.
+    drawn = (
+        *("port", "ray-client-server-port", "dashboard-agent-listen-port"),
+        *("dashboard-agent-grpc-port", "runtime-env-agent-port", "metrics-export-port"),
+    )
     return [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
-        *("--node-ip-address=127.0.0.1", f"--port={free_port()}", f"--temp-dir={folder}"),
-        *("--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"),
-        f"--ray-client-server-port={free_port()}",
+        *("--node-ip-address=127.0.0.1", f"--temp-dir={folder}"),
+        *(f"--{name}={port}" for name, port in zip(drawn, free_ports(len(drawn)), strict=True)),
+        *("--min-worker-port=0", "--max-worker-port=0"),
         *("--include-dashboard=false", "--no-monitor", "--disable-usage-stats"),
         *(f"--num-cpus={cpus}", f"--num-gpus={gpus}"),
         f"--object-store-memory={OBJECT_STORE_BYTES}",
@@ -77,7 +89,7 @@ def start_local_ray(cpus: int, gpus: int) -> LocalRayRecord:
         try:
             return _start(cpus, gpus)
         except LocalRayEnded:
-            # On a loaded machine a raylet gives up when its agent is not up within 15 s.
+            # A port drawn for it may have been taken meanwhile.
             if attempt == START_ATTEMPTS:
                 raise
     raise AssertionError("START_ATTEMPTS is at least 1")
@@ -109,7 +121,7 @@ def _start(cpus: int, gpus: int) -> LocalRayRecord:
 def _spawn(folder: Path, log: Path, cpus: int, gpus: int) -> subprocess.Popen[bytes]:
     (folder / _TOKEN_FILE).write_text(secrets.token_hex(32))
     environment = {k: v for k, v in os.environ.items() if k not in _NOT_OURS}
-    environment.setdefault("RAY_raylet_start_wait_time_s", f"{START_TIMEOUT_S:.0f}")
+    environment.setdefault("RAY_raylet_start_wait_time_s", "60")
     environment |= auth_environment(str(folder))
     with log.open("w") as stream:
         return subprocess.Popen(
