@@ -117,7 +117,7 @@ def install_standins() -> None:
         )
     if standins_active():
         return
-    sys.meta_path.insert(0, _StandinFinder())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _StandinFinder())
     for name in HIDDEN:
         # None makes both `import` and `find_spec` answer that there is no such package.
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]

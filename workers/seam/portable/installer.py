@@ -76,7 +76,7 @@ def _install_record_stream() -> None:
 
     if torch.Tensor.record_stream is not _record_stream:
         _record_stream.original = torch.Tensor.record_stream  # type: ignore[attr-defined]
-        torch.Tensor.record_stream = _record_stream  # type: ignore[method-assign, assignment]
+        torch.Tensor.record_stream = _record_stream
 
 
 def _record_stream_taken() -> bool:
