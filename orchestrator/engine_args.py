@@ -32,10 +32,13 @@ _PLACED = "Overstory places the ranks: see `overstory plan FILE`"
 _TOKENIZER = "use `model`: the tokenizer lies in its folder and runs in the gateway"
 _DRAFT = "use `drafter` and `tree`"
 _WARM = "a replica warms itself up before it counts as ready"
+_HTTP = "it acts only in SGLang's own HTTP server, in whose place the gateway stands"
+_TEMPLATE = "the chat template is the one in the model's folder"
 _SAMPLER = "Overstory samples by itself, so that a seed gives one text"
 _CPU_ATTENTION = "on resources.device cpu Overstory brings its own attention"
 
-# ServerArgs fields that Overstory sets itself -> where to say it instead, or why nowhere.
+# ServerArgs fields that Overstory sets itself, or that would do nothing -> where to say it instead,
+# or why nowhere.
 _RESERVED: dict[str, str] = {
     "model_path": "use `model`",
     "served_model_name": "use `served_model_name`",
@@ -60,6 +63,31 @@ _RESERVED: dict[str, str] = {
     "stream_interval": "tokens are streamed step by step",
     "incremental_streaming_output": "tokens are streamed step by step",
     "sampling_backend": _SAMPLER,
+    "tokenizer_backend": _TOKENIZER,
+    "tokenizer_metrics_custom_labels_header": _HTTP,
+    "tokenizer_metrics_allowed_custom_labels": _HTTP,
+    "enable_tokenizer_batch_encode": _HTTP,
+    "disable_tokenizer_batch_decode": _HTTP,
+    "fastapi_root_path": _HTTP,
+    "file_storage_path": _HTTP,
+    "enable_http2": _HTTP,
+    "enable_cache_report": _HTTP,
+    "stream_response_default_include_usage": _HTTP,
+    "sampling_defaults": _HTTP,
+    "preferred_sampling_params": _HTTP,
+    "allow_auto_truncate": _HTTP,
+    "log_level_http": _HTTP,
+    "api_key": "put a proxy that asks for keys in front of the gateway",
+    "admin_api_key": "put a proxy that asks for keys in front of the gateway",
+    "chat_template": _TEMPLATE,
+    "hf_chat_template_name": _TEMPLATE,
+    "completion_template": _TEMPLATE,
+    "default_chat_template_kwargs": _TEMPLATE,
+    "reasoning_parser": _HTTP,
+    "tool_call_parser": _HTTP,
+    "tool_server": _HTTP,
+    "strip_thinking_cache": _HTTP,
+    "enable_strict_thinking": _HTTP,
     "custom_sigquit_handler": "a rank ends alone and reports its cause",
     "skip_server_warmup": _WARM,
     "warmups": _WARM,
@@ -68,6 +96,11 @@ _RESERVED_PREFIXES = {
     "speculative_": _DRAFT,
     "decoupled_spec": _DRAFT,
     "disaggregation_": "Overstory does not split prefill and decode",
+    "asr_": _HTTP,
+    "uvicorn_": _HTTP,
+    "sidecar": _HTTP,
+    "enable_dynamic_batch_tokenizer": _HTTP,
+    "dynamic_batch_tokenizer_": _HTTP,
     "smg_": "use `gateway`",
     "grpc_": "use `gateway`",
     "ssl_": "put a TLS proxy in front of the gateway",
@@ -206,7 +239,7 @@ def _check_one(key: str, value: Any, device: str, taken: Mapping[str, Any]) -> t
     name = canonical_name(key)
     reason = _reason_reserved(name, device)
     if reason is not None:
-        raise _fault(key, f"is set by Overstory, remove it; {reason}")
+        raise _fault(key, f"is not for the deployment to set, remove it; {reason}")
     if name in taken:
         raise _fault(key, f"is `{name}`, which is given twice; keep one")
     return name, _check_value(name, value)

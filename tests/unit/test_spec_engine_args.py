@@ -61,11 +61,13 @@ def test_vllm_names_point_to_ours(vllm: str, ours: str) -> None:
         ("dp_size", 2, "use `replicas`"),
         ("dist_init_addr", "h:1", "Overstory places the ranks"),
         ("attention_backend", "triton", "Overstory brings its own"),
+        ("tool_call_parser", "kimi_k2", "acts only in SGLang's own HTTP server"),
+        ("api_key", "x", "put a proxy"),
     ],
 )
 def test_what_overstory_sets_itself_is_refused(name: str, value: Any, use: str) -> None:
     message = refusal(**{name: value})
-    assert message.startswith(f"engine.{name}: is set by Overstory")
+    assert message.startswith(f"engine.{name}: is not for the deployment to set")
     assert use in message
 
 
