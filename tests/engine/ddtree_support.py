@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from harness import EngineHarness
 
 POLICIES = ("plain", "chain", "tree-8", "tree-15", "tree-31", "tree-63", "spine-15", "spine-31")
+SOME_POLICIES = ("plain", "chain", "tree-8", "tree-31", "spine-15")
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 SAMPLED = (
     {"temperature": 1.0},

@@ -10,6 +10,7 @@ import pytest
 from ddtree_support import (
     GREEDY,
     POLICIES,
+    SOME_POLICIES,
     ScriptedDrafts,
     policy,
     random_prompts,
@@ -31,13 +32,18 @@ def harness(request: pytest.FixtureRequest, engine: Engine, pair: tuple[str, str
     return engine(**server_args(pair[1], disable_overlap_schedule=request.param))
 
 
-def test_policies_agree(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "policies", [SOME_POLICIES, pytest.param(POLICIES, marks=pytest.mark.full)], ids=["some", "all"]
+)
+def test_policies_agree(
+    harness: EngineHarness, monkeypatch: pytest.MonkeyPatch, policies: tuple[str, ...]
+) -> None:
     prompts = random_prompts([5, 17, 40, 64, 90, 3], seed=11)
     params = GREEDY | {"max_new_tokens": LENGTH}
     plain = run_under(harness, "plain", prompts, params)
     drafts = ScriptedDrafts()
     drafts.install(monkeypatch)
-    for name in POLICIES:
+    for name in policies:
         rids = [f"{name}-{i}-{harness.scheduler.forward_ct}" for i in range(len(prompts))]
         for rid, prompt, text in zip(rids, prompts, plain, strict=True):
             drafts.know(rid, prompt, text)
@@ -77,7 +83,7 @@ def test_switching_policies_in_the_middle(
     draw = random.Random(5)
     used = set()
     while not all(harness.outputs[rid].done for rid in rids):
-        name = draw.choice([*POLICIES, "plain", "plain"])
+        name = draw.choice([*SOME_POLICIES, "plain"])
         used.add(TreePolicy.parse(name).mode)
         with policy(name):
             harness.step()

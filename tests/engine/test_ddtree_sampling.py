@@ -11,6 +11,7 @@ from ddtree_support import (
     GREEDY,
     POLICIES,
     SAMPLED,
+    SOME_POLICIES,
     ScriptedDrafts,
     random_prompts,
     run_under,
@@ -40,14 +41,17 @@ def _mixed_requests() -> tuple[list[list[int]], list[dict[str, Any]]]:
     return prompts, params
 
 
+@pytest.mark.parametrize(
+    "policies", [SOME_POLICIES, pytest.param(POLICIES, marks=pytest.mark.full)], ids=["some", "all"]
+)
 def test_same_seed_same_text_under_all_policies(
-    harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
+    harness: EngineHarness, monkeypatch: pytest.MonkeyPatch, policies: tuple[str, ...]
 ) -> None:
     prompts, params = _mixed_requests()
     plain = run_under(harness, "plain", prompts, params)
     drafts = ScriptedDrafts(seed=1)
     drafts.install(monkeypatch)
-    for name in POLICIES:
+    for name in policies:
         rids = [f"s-{name}-{i}-{harness.scheduler.forward_ct}" for i in range(len(prompts))]
         for rid, prompt, text in zip(rids, prompts, plain, strict=True):
             drafts.know(rid, prompt, text)
