@@ -70,6 +70,8 @@ def app_names() -> list[str]:
 def port_free_on_head(host: str, port: int) -> str | None:
     """Why the endpoint cannot listen on the head node; None if it can."""
     head = next(n for n in ray.nodes() if n["Alive"] and "node:__internal_head__" in n["Resources"])
+    if head["NodeID"] == ray.get_runtime_context().get_node_id():
+        return why_not_bindable(host, port)  # It is this machine: no worker need be started for it.
     strategy = NodeAffinitySchedulingStrategy(head["NodeID"], soft=False)
     probe = ray.remote(why_not_bindable).options(num_cpus=0, scheduling_strategy=strategy)
     return ray.get(probe.remote(host, port), timeout=60)
