@@ -22,7 +22,7 @@ def ray_here() -> Iterator[str]:
     _init_ray(folder)
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()
-    wait_until(lambda: not processes_naming(folder), 30, f"processes of the Ray in {folder} to end")
+    wait_until(lambda: not processes_naming(folder), 90, f"processes of the Ray in {folder} to end")
     shutil.rmtree(folder, ignore_errors=True)
 
 
