@@ -36,6 +36,7 @@ def _reports(folder: Path, stage: str) -> dict[int, dict[str, object]]:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_every_process_of_a_stock_engine_has_the_seam(
     pair: tuple[str, str], tmp_path: Path
 ) -> None:
