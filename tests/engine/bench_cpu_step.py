@@ -29,7 +29,7 @@ OWN = {
 }
 PROMPT_TOKENS = 160
 WARM_STEPS = 20
-STEPS = 150
+STEPS = 120
 
 
 def main() -> None:
@@ -118,7 +118,7 @@ def _without(patches: Callable[[], list[Patch]], parts: list[str]) -> Callable[[
 
 
 def _measure(engine: EngineHarness, batch: int) -> None:
-    greedy = {"temperature": 0.0, "max_new_tokens": 3000, "ignore_eos": True}
+    greedy = {"temperature": 0.0, "max_new_tokens": 300, "ignore_eos": True}
     prompts = [list(range(10 + i, 10 + i + PROMPT_TOKENS)) for i in range(batch)]
     rids = [engine.submit(prompt, greedy) for prompt in prompts]
     engine.step(WARM_STEPS)
