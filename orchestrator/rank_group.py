@@ -39,7 +39,7 @@ NAMESPACE = "overstory"
 LOOP, CONTROL = "loop", "control"
 CONTROL_THREADS = 8
 PROBE_PERIOD_S = 5.0
-KILL_GRACE_S = 5.0
+GONE_S = 5.0
 ECHO_S = 1.0
 """After the first loss: how long to listen for the loss that caused it."""
 
@@ -205,7 +205,7 @@ class RankGroup:
         self._ending.set()
         self._kill_all()
         if self._watcher is not None and self._watcher is not threading.current_thread():
-            self._watcher.join(timeout=KILL_GRACE_S)
+            self._watcher.join(timeout=GONE_S)
 
     # ------------------------------------------------------------------ inside
 
@@ -296,12 +296,12 @@ class RankGroup:
         for actor in self.actors:
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(actor, no_restart=True)
-        deadline = time.monotonic() + KILL_GRACE_S
-        for identity in self.identities:
-            process = LocalProcess(identity.host, identity.pid, identity.started)
-            # A stopped process cannot take Ray's message: after the grace it is killed directly.
-            if not process.wait_gone(deadline - time.monotonic()):
-                process.kill()
+        processes = [LocalProcess(i.host, i.pid, i.started) for i in self.identities]
+        for process in processes:
+            process.kill()  # A stopped one cannot take Ray's message.
+        for process in processes:
+            if not process.wait_gone(GONE_S):
+                logger.error("rank process %d on %s would not end", process.pid, process.host)
 
 
 def _error_of(ref: Any) -> Exception | None:

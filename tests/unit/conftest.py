@@ -1,4 +1,20 @@
 import os
+import sys
+from typing import NoReturn
 
-# As in a rank on a CPU: OpenMP threads that spin against each other only cost time on small tensors.
+import pytest
+
+# As in a rank on a CPU: OpenMP threads that spin against each other only cost time on small
+# tensors.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def _no_ray(*_arguments: object, **_named: object) -> NoReturn:
+    raise AssertionError("a unit test may not start or join a Ray; that is for tests/cluster")
+
+
+@pytest.fixture(autouse=True)
+def ray_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes `ray.init` raise, where a test's imports have brought Ray in."""
+    if "ray" in sys.modules:
+        monkeypatch.setattr("ray.init", _no_ray)
