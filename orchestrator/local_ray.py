@@ -31,7 +31,9 @@ _POLL_S = 0.05
 
 # Settings of the user for another Ray.
 _NOT_OURS = ("RAY_ADDRESS", "RAY_TMPDIR", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE")
-_TOKEN_FILE = "auth_token"  # in the folder, which only this user may enter
+_TOKEN_FILE = "auth_token"
+# Below our folder, which only this user may enter: Ray opens its own temp folder to everybody.
+_TEMP = "r"
 
 
 class LocalRayError(UserFault, RuntimeError):
@@ -70,7 +72,7 @@ def _start_command(folder: Path, cpus: int, gpus: int) -> list[str]:
     )
     return [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
-        *("--node-ip-address=127.0.0.1", f"--temp-dir={folder}"),
+        *("--node-ip-address=127.0.0.1", f"--temp-dir={folder / _TEMP}"),
         *(f"--{name}={port}" for name, port in zip(drawn, free_ports(len(drawn)), strict=True)),
         *("--min-worker-port=0", "--max-worker-port=0"),
         *("--include-dashboard=false", "--no-monitor", "--disable-usage-stats"),
@@ -137,7 +139,7 @@ def _spawn(folder: Path, log: Path, cpus: int, gpus: int) -> subprocess.Popen[by
 def _await_address(process: subprocess.Popen[bytes], folder: Path) -> str:
     """Ray writes the address when the node is up."""
     deadline = time.monotonic() + START_TIMEOUT_S
-    file = folder / "ray_current_cluster"
+    file = folder / _TEMP / "ray_current_cluster"
     while time.monotonic() < deadline:
         with contextlib.suppress(FileNotFoundError):
             if address := file.read_text().strip():
