@@ -9,13 +9,16 @@ first token  /ready says that it has generated
 ```
 """
 
+import contextlib
+import importlib
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
-from overstory.orchestrator import client, cluster, local_ray, serving
+from overstory.orchestrator import client, cluster, local_ray
 from overstory.orchestrator.cluster import Cluster
 from overstory.orchestrator.errors import UserFault
-from overstory.orchestrator.inventory import local_inventory
+from overstory.orchestrator.inventory import NodeInventory, local_inventory
 from overstory.orchestrator.plan import Plan, make_plan
 from overstory.orchestrator.progress import Progress, describe_ranks, failure_text
 from overstory.orchestrator.spec import DeploymentSpec
@@ -49,6 +52,8 @@ def deploy(spec: DeploymentSpec, progress: Progress, timeout_s: float) -> Deploy
         DeployError: a fault on the way; everything started has been taken away again.
     """
     used, started = _nodes(spec, progress)
+    from overstory.orchestrator import serving  # Imports Ray.
+
     try:
         cluster.connect(used.address, read_state().local_ray)
         serving.quiet_serve_logs()
@@ -99,11 +104,24 @@ def _nodes(spec: DeploymentSpec, progress: Progress) -> tuple[Cluster, LocalRayR
     make_plan(spec, [here])  # Faults are told before a Ray is started for nothing.
     progress.tell("nodes", "no Ray is running: starting a local one")
     with changing_state() as state:
-        started = local_ray.start_local_ray(int(here.cpus), int(here.gpus))
+        started = _start_own(here)
         state.local_ray = started
     own = Cluster(started.address, "own")
     progress.tell("nodes", f"using {own.describe()}, files in {started.folder}")
     return own, started
+
+
+def _start_own(here: NodeInventory) -> LocalRayRecord:
+    """Starts our Ray. It takes seconds to come up and seconds to be imported: both at once."""
+    pool = ThreadPoolExecutor(1)
+    starting = pool.submit(local_ray.start_local_ray, int(here.cpus), int(here.gpus))
+    try:
+        importlib.import_module("overstory.orchestrator.serving")
+        return starting.result()
+    except BaseException:  # Ctrl-C too: it comes up all the same, and nobody would know of it.
+        with contextlib.suppress(local_ray.LocalRayError):
+            local_ray.stop_local_ray(starting.result())
+        raise
 
 
 def _already_up(spec: DeploymentSpec, used: Cluster) -> DeploymentRecord | None:
@@ -112,6 +130,8 @@ def _already_up(spec: DeploymentSpec, used: Cluster) -> DeploymentRecord | None:
     Raises:
         DeployError: its name or its route is taken by something else.
     """
+    from overstory.orchestrator import serving
+
     names = serving.app_names()
     if spec.name in names:
         known = read_state().deployments.get(spec.name)
@@ -148,6 +168,8 @@ def _check(spec: DeploymentSpec, used: Cluster, progress: Progress) -> Plan:
 
 
 def _check_port(spec: DeploymentSpec) -> None:
+    from overstory.orchestrator import serving
+
     host, port = spec.gateway.host, spec.gateway.port
     if serving.serve_running():
         if serving.serve_address() != (host, port):
@@ -166,6 +188,8 @@ def _check_port(spec: DeploymentSpec) -> None:
 
 
 def _remember(spec: DeploymentSpec, plan: Plan, used: Cluster) -> DeploymentRecord:
+    from overstory.orchestrator import serving
+
     record = DeploymentRecord(
         name=spec.name,
         endpoint=endpoint_of(spec),
@@ -187,6 +211,8 @@ def _await_ready(
     Raises:
         DeployError: Serve gave up, or `timeout_s` passed.
     """
+    from overstory.orchestrator import serving
+
     deadline = time.monotonic() + timeout_s
     expected = spec.replicas * spec.tp_size
     phase, what = "placement", "handed to Serve"
@@ -223,6 +249,8 @@ def take_down(name: str | None, say: Callable[[str], None] = lambda _: None) -> 
     own = state.local_ray if state.local_ray and _is_ours(state.local_ray, record) else None
     others = [d for d in state.deployments.values() if d.name != record.name]
     if cluster.reachable(record.ray_address):
+        from overstory.orchestrator import serving
+
         cluster.connect(record.ray_address, state.local_ray)
         try:
             serving.quiet_serve_logs()
