@@ -88,7 +88,7 @@ class Oracle:
         """Decode one token per target forward."""
         _check(prompt_ids, new)
         decoded = self.decoder.plain(torch.tensor([prompt_ids]), new, sampling.chooser())
-        return _finish(decoded.tokens[0].tolist(), [], ignore_eos)
+        return cut_at_end(decoded.tokens[0].tolist(), [], ignore_eos)
 
     def chain(
         self, prompt_ids: list[int], new: int, sampling: Sampling = GREEDY, ignore_eos: bool = False
@@ -110,7 +110,7 @@ class Oracle:
         decoded = self.decoder.speculate(
             torch.tensor([prompt_ids]), new, sampling.chooser(), tree_proposer(nodes, spine_first)
         )
-        return _finish(decoded.tokens[0].tolist(), decoded.accepted[0], ignore_eos)
+        return cut_at_end(decoded.tokens[0].tolist(), decoded.accepted[0], ignore_eos)
 
 
 def _check(prompt_ids: list[int], new: int) -> None:
@@ -120,8 +120,8 @@ def _check(prompt_ids: list[int], new: int) -> None:
         )
 
 
-def _finish(tokens: list[int], gains: list[int], ignore_eos: bool) -> Continuation:
-    """Cut after the end-of-text token, and the rounds after the one that brought it."""
+def cut_at_end(tokens: list[int], gains: list[int], ignore_eos: bool) -> Continuation:
+    """The continuation up to the end-of-text token, without the rounds after that one."""
     if ignore_eos or EOS not in tokens:
         return Continuation(tokens, gains)
     length = tokens.index(EOS) + 1

@@ -31,8 +31,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="train and measure the built-in pair")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--target-seconds", type=float, default=255.0)
-    parser.add_argument("--drafter-seconds", type=float, default=290.0)
+    parser.add_argument("--target-seconds", type=float, default=225.0)
+    parser.add_argument("--drafter-seconds", type=float, default=235.0)
     parser.add_argument("--only-target", action="store_true")
     arguments = parser.parse_args()
     data, out = arguments.data, arguments.out

@@ -61,6 +61,21 @@ class Settings:
     seed: int = 2
 
 
+SMALL = Settings(
+    rollout_batches=1,
+    rollout_texts=20,
+    rollout_length=128,
+    prompt_lengths=(32,),
+    held_out_texts=4,
+    rollout_rows=4,
+    rollout_anchors=8,
+    text_rows=10,
+    text_length=256,
+    text_anchors=8,
+)
+"""For trying the code; bfloat16 makes it take minutes on a CPU all the same."""
+
+
 class Blocks(NamedTuple):
     """A batch of texts with the places where blocks start."""
 
@@ -242,6 +257,7 @@ class Trainer:
             "sampled": (lambda: draw.rollout(draw.sampled), soft),
             "text": (draw.source_text, soft),
         }
+        self._held_out: Tensor | None = None
         self.steps = self.blocks = 0
         self.log: list[dict[str, object]] = []
 
@@ -297,7 +313,7 @@ class Trainer:
     def held_out_chain(self, length: int = 384) -> float:
         """Mean tokens per chain over all positions of greedy texts from held-out prompts."""
         texts = self.settings.held_out_texts
-        if not hasattr(self, "_held_out"):
+        if self._held_out is None:
             prompts = crops(self.streams["held_out"], texts, 160)
             zero = torch.zeros(texts, device=prompts.device)
             self._held_out = continue_texts(self.target, prompts, length, zero)
@@ -325,19 +341,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     torch.set_float32_matmul_precision("high")
-    small = {
-        "rollout_batches": 1,
-        "rollout_texts": 20,
-        "rollout_length": 128,
-        "prompt_lengths": (32,),
-        "held_out_texts": 4,
-        "rollout_rows": 4,
-        "rollout_anchors": 8,
-        "text_rows": 10,
-        "text_length": 256,
-        "text_anchors": 8,
-    }
-    settings = Settings(**small) if arguments.small else Settings()
+    settings = SMALL if arguments.small else Settings()
     device = arguments.device
     streams = {
         name: torch.from_numpy(stream.astype("int32")).to(device)

@@ -112,7 +112,8 @@ def make_optimizer(
     model: torch.nn.Module, learning_rate: float, weight_decay: float, fused: bool
 ) -> torch.optim.AdamW:
     """AdamW; weight decay on matrices only, embeddings excepted."""
-    decayed, plain = [], []
+    decayed: list[torch.nn.Parameter] = []
+    plain: list[torch.nn.Parameter] = []
     for name, weight in model.named_parameters():
         (decayed if weight.dim() > 1 and "embed" not in name else plain).append(weight)
     groups = [
