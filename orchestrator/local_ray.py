@@ -24,7 +24,7 @@ from overstory.workers.process_ids import process_start_ticks
 
 START_TIMEOUT_S = 180.0
 START_ATTEMPTS = 2
-STOP_TIMEOUT_S = 45.0  # Ray drains a node for up to 30 s.
+STOP_TIMEOUT_S = 30.0
 OBJECT_STORE_BYTES = 200_000_000
 _POLL_S = 0.05
 
@@ -71,7 +71,7 @@ def _start_command(folder: Path, cpus: int, gpus: int) -> list[str]:
         *("dashboard-agent-grpc-port", "runtime-env-agent-port", "metrics-export-port"),
     )
     return [
-        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+        *(sys.executable, "-m", "overstory.orchestrator.ray_head", "start", "--head", "--block"),
         *("--node-ip-address=127.0.0.1", f"--temp-dir={folder / _TEMP}"),
         *(f"--{name}={port}" for name, port in zip(drawn, free_ports(len(drawn)), strict=True)),
         *("--min-worker-port=0", "--max-worker-port=0"),
@@ -124,6 +124,8 @@ def _spawn(folder: Path, log: Path, cpus: int, gpus: int) -> subprocess.Popen[by
     (folder / _TOKEN_FILE).write_text(secrets.token_hex(32))
     environment = {k: v for k, v in os.environ.items() if k not in _NOT_OURS}
     environment.setdefault("RAY_raylet_start_wait_time_s", "60")
+    # Deployments are removed before it ends: nothing is left to drain, and Ray would wait 30 s.
+    environment["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
     environment |= auth_environment(str(folder))
     with log.open("w") as stream:
         return subprocess.Popen(
