@@ -39,6 +39,7 @@ NAMESPACE = "overstory"
 LOOP, CONTROL = "loop", "control"
 CONTROL_THREADS = 8
 PROBE_PERIOD_S = 5.0
+KILL_GRACE_S = 1.0
 GONE_S = 5.0
 ECHO_S = 1.0
 """After the first loss: how long to listen for the loss that caused it."""
@@ -297,8 +298,10 @@ class RankGroup:
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(actor, no_restart=True)
         processes = [LocalProcess(i.host, i.pid, i.started) for i in self.identities]
+        deadline = time.monotonic() + KILL_GRACE_S
         for process in processes:
-            process.kill()  # A stopped one cannot take Ray's message.
+            if not process.wait_gone(deadline - time.monotonic()):
+                process.kill()  # A stopped one cannot take Ray's message.
         for process in processes:
             if not process.wait_gone(GONE_S):
                 logger.error("rank process %d on %s would not end", process.pid, process.host)

@@ -24,7 +24,9 @@ class SglangScheduler:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._poller: zmq.Poller | None = None
-        self._slots_readable = scheduler.device == "cpu"
+        # A view of the same memory: slicing a tensor costs ten times as much as slicing an array.
+        table = scheduler.req_to_token_pool.req_to_token
+        self._slot_table = table.numpy() if scheduler.device == "cpu" else None
 
     @property
     def raw(self) -> Scheduler:
@@ -100,10 +102,10 @@ class SglangScheduler:
         )
 
     def _slots(self, req: Any, start: int, end: int) -> Iterable[int]:
-        if not self._slots_readable or req.req_pool_idx is None or start >= end:
+        if self._slot_table is None or req.req_pool_idx is None or start >= end:
             return ()
-        table = self._scheduler.req_to_token_pool.req_to_token
-        return table[req.req_pool_idx, start:end].tolist()
+        slots: list[int] = self._slot_table[req.req_pool_idx, start:end].tolist()
+        return slots
 
 
 def already_processed(result: Any) -> bool:
