@@ -2,13 +2,14 @@
 
 from typing import Any
 
+from ray import serve
+from ray.serve import Application, Deployment
+from ray.serve.schema import LoggingConfig
+
 from overstory.orchestrator.gateway import Gateway
 from overstory.orchestrator.replica import Replica
 from overstory.orchestrator.replica_setup import bundles
 from overstory.orchestrator.spec import DeploymentSpec
-from ray import serve
-from ray.serve import Application, Deployment
-from ray.serve.schema import LoggingConfig
 
 _UNBOUNDED = 1_000_000
 """Requests that Serve lets through to one process: the gateway's own admission is the limit.

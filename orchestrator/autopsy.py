@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+
 from overstory.orchestrator.engine_errors import RankDeath
 from overstory.orchestrator.local_process import LocalProcess
 from overstory.workers.death_note import DeathNote, read_log_tail, read_note

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+
 from overstory.orchestrator.errors import UserFault
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+
 from overstory.orchestrator import cluster
 from overstory.orchestrator.controller_actor import find_controller
 from overstory.orchestrator.errors import UserFault

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 import ray
+
 from overstory.orchestrator.controller import Controller
 from overstory.orchestrator.lease import Command
 from overstory.orchestrator.rank_directory import RankDirectory

@@ -7,6 +7,10 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
 from overstory.orchestrator import openai_errors, openai_responses
 from overstory.orchestrator.http_layers import BodyGuard, RequestIds
 from overstory.orchestrator.openai_errors import ApiError
@@ -17,9 +21,6 @@ from overstory.orchestrator.openai_protocol import (
 )
 from overstory.orchestrator.openai_responses import ChatShape, Choice, CompletionShape
 from overstory.orchestrator.service import EndpointService, Job, Piece, RunningRequest
-from starlette.exceptions import HTTPException
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 Shape = CompletionShape | ChatShape
 

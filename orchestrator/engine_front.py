@@ -24,6 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from sglang.srt.entrypoints.engine import Engine, SchedulerInitResult, init_tokenizer_manager
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import PortArgs, ServerArgs
+from sglang.srt.utils import configure_logger
+
 from overstory.orchestrator.engine_errors import (
     EngineBusy,
     EngineDead,
@@ -31,12 +38,6 @@ from overstory.orchestrator.engine_errors import (
     RequestRefused,
 )
 from overstory.orchestrator.rank_group import Progress, RankGroup
-from sglang.srt.entrypoints.engine import Engine, SchedulerInitResult, init_tokenizer_manager
-from sglang.srt.managers.io_struct import GenerateReqInput
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
-from sglang.srt.plugins import load_plugins
-from sglang.srt.server_args import PortArgs, ServerArgs
-from sglang.srt.utils import configure_logger
 
 logger = logging.getLogger(__name__)
 

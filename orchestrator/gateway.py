@@ -11,6 +11,12 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import FastAPI
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve._private.common import ReplicaState
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
 from overstory.orchestrator.admission import Admission
 from overstory.orchestrator.endpoint import build_http_app
 from overstory.orchestrator.engine_errors import EngineBusy, EngineDead, RequestRefused
@@ -22,11 +28,6 @@ from overstory.orchestrator.service import EndpointService, ServiceLimits
 from overstory.orchestrator.spec import DeploymentSpec
 from overstory.orchestrator.tokenizer import load_tokenizer
 from overstory.workers.tiny.paths import resolve_model
-from ray import serve
-from ray.exceptions import RayError
-from ray.serve._private.common import ReplicaState
-from ray.serve.exceptions import RayServeException
-from ray.serve.handle import DeploymentHandle
 
 logger = logging.getLogger(__name__)
 

@@ -5,10 +5,11 @@ import json
 import uuid
 from typing import Any
 
-from overstory.orchestrator import openai_errors, openai_responses
-from overstory.orchestrator.openai_errors import ApiError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from overstory.orchestrator import openai_errors, openai_responses
+from overstory.orchestrator.openai_errors import ApiError
 
 REQUEST_ID = "x-request-id"
 

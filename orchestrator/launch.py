@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ray.util.placement_group import PlacementGroup
+
 from overstory.orchestrator.rank_group import Progress, RankGroup, RankPlan
 from overstory.workers.environment import cpu_engine_defaults, prepare_process
-from ray.util.placement_group import PlacementGroup
 
 if TYPE_CHECKING:
     from overstory.orchestrator.engine_front import OverstoryEngine

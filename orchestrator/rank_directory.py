@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import ray
+
 from overstory.orchestrator.rank_group import CONTROL, NAMESPACE, call, rank_name
 
 LIST_TIMEOUT_S = 10.0

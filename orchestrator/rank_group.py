@@ -25,13 +25,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
 from overstory.orchestrator.autopsy import examine
 from overstory.orchestrator.engine_errors import EngineDead, RankDeath
 from overstory.orchestrator.local_process import LocalProcess
 from overstory.workers.environment import rank_environment
 from overstory.workers.rank import RankHost, RankIdentity
-from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 logger = logging.getLogger(__name__)
 

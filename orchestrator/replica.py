@@ -15,6 +15,9 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, cast
 
+from ray import serve
+from ray.exceptions import RayError
+
 from overstory.orchestrator.controller_actor import find_controller
 from overstory.orchestrator.engine_errors import EngineDead, RankDeath
 from overstory.orchestrator.engine_flags import resolve_engine
@@ -25,8 +28,6 @@ from overstory.orchestrator.launch import launch_engine
 from overstory.orchestrator.rank_group import CONTROL, call
 from overstory.orchestrator.replica_setup import engine_limits, rank_plan, stall_limit_s
 from overstory.orchestrator.spec import DeploymentSpec
-from ray import serve
-from ray.exceptions import RayError
 
 logger = logging.getLogger(__name__)
 

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve._private.common import DeploymentID
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
 from overstory.orchestrator.app import build_app, http_options
 from overstory.orchestrator.controller_actor import end_controller, ensure_controller
 from overstory.orchestrator.errors import UserFault
 from overstory.orchestrator.rank_group import CONTROL, NAMESPACE, call
 from overstory.orchestrator.spec import DeploymentSpec
-from ray import serve
-from ray.exceptions import RayError
-from ray.serve._private.common import DeploymentID
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 CALL_TIMEOUT_S = 10.0
 GONE_TIMEOUT_S = 60.0

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from overstory.orchestrator.engine_args import check_engine_args
-from overstory.orchestrator.spec_errors import SpecError, from_validation_error
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -21,6 +19,9 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+
+from overstory.orchestrator.engine_args import check_engine_args
+from overstory.orchestrator.spec_errors import SpecError, from_validation_error
 
 MAX_TREE_NODES = 63
 """Most nodes a tree may have: with its root, 64 rows of one verify forward."""

@@ -4,9 +4,10 @@ import difflib
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
 from overstory.orchestrator.engine_args import EngineArgError
 from overstory.orchestrator.errors import UserFault
-from pydantic import BaseModel, ValidationError
 
 
 class SpecError(UserFault, ValueError):

@@ -118,10 +118,11 @@ class RankHost:
         begun = time.monotonic()
         self._enter("importing")
         prepare_process(self._device, self._threads)
-        from overstory.workers import rank_hooks
-        from overstory.workers.seam.plugin import verify_installed
         from sglang.srt.managers import scheduler as _scheduler  # noqa: F401
         from sglang.srt.plugins import load_plugins
+
+        from overstory.workers import rank_hooks
+        from overstory.workers.seam.plugin import verify_installed
 
         self._hooked = rank_hooks.HookedRank(
             self._rank, self._gate, self._digests, self._will, self._enter

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import zmq
+
 from overstory.workers.digest import RequestFacts, StepFacts
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import ray
 from leftovers import processes_naming, wait_until
+
 from overstory.orchestrator.cluster import connect
 from overstory.orchestrator.local_ray import start_local_ray, stop_local_ray
 

@@ -14,10 +14,11 @@ import httpx
 import pytest
 import ray
 import scripted_replica
+from ray import serve
+
 from overstory.orchestrator.app import build_app, http_options, replica_deployment, with_gateway
 from overstory.orchestrator.local_ray import free_port
 from overstory.orchestrator.spec import DeploymentSpec
-from ray import serve
 
 REAL_START_S = 400.0
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 from leftovers import actors_of, port_is_free, wait_until
+
 from overstory.orchestrator.launch import launch_engine
 from overstory.orchestrator.lease import Command, Lease
 from overstory.orchestrator.local_process import LocalProcess

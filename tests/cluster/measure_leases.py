@@ -21,6 +21,7 @@ import psutil
 import ray
 from leftovers import wait_until
 from live_engine import LiveEngine
+
 from overstory.orchestrator.controller import Controller
 from overstory.orchestrator.rank_directory import RankDirectory
 

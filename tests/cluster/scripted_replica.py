@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
 from overstory.orchestrator.engine_errors import EngineDead, RankDeath, RequestRefused
 from overstory.orchestrator.generation import TokenChunk
 from overstory.orchestrator.journal import GenerateCall
 from overstory.orchestrator.spec import DeploymentSpec
 from overstory.orchestrator.tokenizer import load_tokenizer
-from tokenizers import decoders, models, pre_tokenizers
 
 TEXT = "héllo wörld 😀 — 数字 one two three four five six seven eight nine ten\n" * 4
 CONTEXT_TOKENS = 4000

@@ -9,6 +9,7 @@ import pytest
 import ray
 from leftovers import actors_of, wait_until
 from live_engine import LiveEngine
+
 from overstory.orchestrator.controller_actor import end_controller, ensure_controller
 from overstory.orchestrator.lease import Command
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from leftovers import port_is_free, processes_naming
+
 from overstory.orchestrator.local_ray import (
     auth_environment,
     free_port,

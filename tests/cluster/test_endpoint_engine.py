@@ -18,6 +18,7 @@ from fixtures_endpoint import (  # noqa: F401
     serve_port,
     wait_until,
 )
+
 from overstory.orchestrator.rank_group import CONTROL, NAMESPACE, call
 
 PROMPT = "def add(a, b):\n    "

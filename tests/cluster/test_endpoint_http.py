@@ -20,8 +20,9 @@ from fixtures_endpoint import (  # noqa: F401
     serve_port,
     wait_until,
 )
-from overstory.orchestrator.serving import set_replicas
 from scripted_replica import STEP_TOKENS, TEXT
+
+from overstory.orchestrator.serving import set_replicas
 
 MODEL = "scripted"
 MESSAGES: Any = [{"role": "user", "content": "hi"}]

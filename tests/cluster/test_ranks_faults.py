@@ -10,6 +10,7 @@ import pytest
 import ray
 from leftovers import processes_naming, wait_until
 from live_engine import LiveEngine, Stream
+
 from overstory.orchestrator.controller_actor import end_controller, ensure_controller
 from overstory.orchestrator.engine_errors import EngineDead
 from overstory.orchestrator.lease import Command

@@ -8,6 +8,7 @@ import psutil
 import pytest
 from leftovers import wait_until
 from live_engine import LiveEngine
+
 from overstory.orchestrator.lease import Command, Lease, LeaseRefused, StaleEpoch
 
 STOPS = 50

@@ -19,6 +19,7 @@ from overstory.workers.tiny.paths import resolve_model
 
 if TYPE_CHECKING:
     from harness import EngineHarness
+
     from overstory.workers.seam.patches import Patch
 
 #: What `--own` may leave out: part of the name of the change.

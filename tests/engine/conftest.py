@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
 from overstory.workers.environment import prepare_process
 
 prepare_process("cpu")

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from overstory.workers import tree_policy
 from overstory.workers.tree_policy import TreePolicy
 

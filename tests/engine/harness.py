@@ -97,8 +97,9 @@ class EngineHarness:
 
     def __init__(self, model_path: str, tp_rank: int = 0, **server_args: Any):
         prepare_process("cpu")
-        from overstory.workers.seam.plugin import verify_installed
         from sglang.srt.plugins import load_plugins
+
+        from overstory.workers.seam.plugin import verify_installed
 
         load_plugins()
         verify_installed()

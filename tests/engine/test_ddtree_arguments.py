@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from ddtree_support import server_args
+
 from overstory.workers.ddtree import POLICY_ENV
 from overstory.workers.environment import cpu_engine_defaults
 
@@ -36,11 +37,12 @@ def test_open_arguments_are_completed(make: Any, monkeypatch: pytest.MonkeyPatch
 
 
 def test_slot_rows_hold_a_step_at_the_end_of_the_context(make: Any) -> None:
-    from overstory.workers.ddtree.limits import row_headroom
     from sglang.srt.mem_cache.allocation_sizing import get_req_to_token_extra_context_len
     from sglang.srt.mem_cache.kv_cache_configurator import (
         get_req_to_token_extra_context_len as used,
     )
+
+    from overstory.workers.ddtree.limits import row_headroom
 
     arguments = make()
     assert get_req_to_token_extra_context_len(arguments) == row_headroom(64)

@@ -17,6 +17,7 @@ from ddtree_support import (
     run_under,
     server_args,
 )
+
 from overstory.workers.step_stats import STATS
 from overstory.workers.tree_policy import TreePolicy
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from ddtree_support import POLICIES, run_under, server_args
+
 from overstory.workers.step_stats import STATS
 from overstory.workers.tiny.oracle import Oracle, Sampling
 from overstory.workers.tiny.prompts import heldout_prompts

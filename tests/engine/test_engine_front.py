@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+
 from overstory.orchestrator import engine_front
 from overstory.orchestrator.engine_errors import EngineBusy, EngineDead, RankDeath, RequestRefused
 from overstory.orchestrator.rank_group import RankPlan

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from overstory.kernels.reference import filtered_probs
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+
 from overstory.workers import rank_hooks
 from overstory.workers.seam import internals, patches, plugin
 from overstory.workers.seam.errors import MissingOpError, SeamError

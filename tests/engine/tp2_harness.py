@@ -12,6 +12,7 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from harness import STEP_DEADLINE_S, EngineHarness, Output
+
 from overstory.workers import tree_policy
 from overstory.workers.environment import prepare_process
 from overstory.workers.tree_policy import TreePolicy

@@ -1,6 +1,7 @@
 import asyncio
 
 import pytest
+
 from overstory.orchestrator.admission import Admission, QueueFull, Slot
 
 

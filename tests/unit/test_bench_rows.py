@@ -1,6 +1,7 @@
 """How a benchmark is asked for and summed up."""
 
 import pytest
+
 from overstory.orchestrator.bench_load import load_prompts
 from overstory.orchestrator.bench_rows import (
     Answer,

@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-from overstory.orchestrator.cli import app
 from typer.testing import CliRunner
+
+from overstory.orchestrator.cli import app
 
 RUN = CliRunner()
 LOCAL = str(Path(__file__).parents[2] / "clusters" / "local" / "deployment.yaml")

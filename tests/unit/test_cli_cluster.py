@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from overstory.orchestrator.cluster import Cluster, ClusterError, find_cluster, reachable
 from overstory.orchestrator.state import (
     DeploymentRecord,

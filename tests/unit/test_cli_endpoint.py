@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+
 from overstory.orchestrator import client
 from overstory.orchestrator.bench_load import Load
 from overstory.orchestrator.bench_rows import BenchError

@@ -3,6 +3,7 @@
 import io
 
 import pytest
+
 from overstory.orchestrator.progress import PHASES, Progress, describe_ranks, failure_text
 from overstory.workers.rank import PHASES as RANK_PHASES
 

@@ -6,6 +6,7 @@ import functools
 import math
 
 import pytest
+
 from overstory.orchestrator import controller as module
 from overstory.orchestrator.controller import Controller
 from overstory.orchestrator.lease import Command

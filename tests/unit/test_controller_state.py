@@ -1,6 +1,7 @@
 """What the controller decides, without Ray and with a clock that stands still."""
 
 import pytest
+
 from overstory.orchestrator.controller_state import LOST_KEPT, ControllerState
 from overstory.orchestrator.lease import Command
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from overstory.workers.ddtree import rows_for, server_fields
 from overstory.workers.ddtree.drafter_config import check_pair, read_drafter
 from overstory.workers.ddtree.limits import StepLimits, row_headroom

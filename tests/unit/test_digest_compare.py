@@ -1,6 +1,7 @@
 """Comparing digest chains whose reports arrive at different times."""
 
 import pytest
+
 from overstory.orchestrator.digest_compare import DigestComparison
 from overstory.workers.digest import DigestChain, RequestFacts, StepFacts, explain_difference
 

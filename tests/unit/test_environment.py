@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from overstory.workers import environment
 from overstory.workers.environment import prepare_process, rank_environment
 from overstory.workers.seam.errors import SeamError

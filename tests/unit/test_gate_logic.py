@@ -4,6 +4,7 @@ import math
 import threading
 
 import pytest
+
 from overstory.orchestrator.lease import Command, Lease
 from overstory.workers.gate import LeaseBegins, RanksDiverged, StepGate
 

@@ -2,6 +2,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+
 from overstory.orchestrator.generation import TokenChunk, held_together
 
 

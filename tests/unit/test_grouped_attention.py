@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from overstory.workers.seam.portable.grouped_attention import block_attention
 from torch.nn.functional import scaled_dot_product_attention
+
+from overstory.workers.seam.portable.grouped_attention import block_attention
 
 
 def _inputs(

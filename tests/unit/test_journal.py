@@ -1,4 +1,5 @@
 import pytest
+
 from overstory.orchestrator.journal import Journal
 from overstory.orchestrator.sampling import (
     SEED_LIMIT,

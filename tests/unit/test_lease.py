@@ -6,6 +6,7 @@ import pickle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from overstory.orchestrator.lease import (
     Command,
     Lease,

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from overstory.orchestrator.admission import Admission
 from overstory.orchestrator.endpoint import build_http_app
 from overstory.orchestrator.generation import EngineRefused, ReplicaLost, TokenChunk

@@ -5,12 +5,13 @@ from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_openai_endpoint import ScriptedBackend, World
+
 from overstory.orchestrator.openai_protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     known_fields,
 )
-from test_openai_endpoint import ScriptedBackend, World
 
 SCALARS = st.one_of(
     st.none(),

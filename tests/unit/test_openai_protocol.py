@@ -1,13 +1,14 @@
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
+
 from overstory.orchestrator.openai_errors import ApiError, from_validation
 from overstory.orchestrator.openai_protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
 )
-from pydantic import ValidationError
 
 USER = {"role": "user", "content": "hi"}
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from overstory.orchestrator.engine_flags import resolve_engine
 from overstory.orchestrator.inventory import NodeInventory, local_inventory
 from overstory.orchestrator.model_facts import PlanError

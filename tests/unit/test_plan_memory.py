@@ -5,6 +5,7 @@ import struct
 from pathlib import Path
 
 import pytest
+
 from overstory.orchestrator.memory import (
     absorbed_elements,
     drafter_elements,

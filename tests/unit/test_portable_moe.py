@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from overstory.workers.seam.portable.moe import moe_forward, routed_experts
 
 

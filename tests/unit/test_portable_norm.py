@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from overstory.workers.seam.portable.norm import rms_norm
 
 

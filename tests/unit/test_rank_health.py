@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+
 from overstory.orchestrator.health import ProgressJudge
 from overstory.orchestrator.local_process import LocalProcess
 from overstory.workers.placement import cuda_ordinal

@@ -1,7 +1,8 @@
 import inspect
 
-from overstory.orchestrator.ray_head import with_agent_port
 from ray._private import services
+
+from overstory.orchestrator.ray_head import with_agent_port
 
 ARGUMENTS = ["ray", "start", "--dashboard-agent-listen-port=1234", "--port=5"]
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from overstory.kernels.reference import Tree, chain_tree, compaction_moves, kv_relocate, tree_accept
 
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from overstory.kernels.reference import (
     Tree,
     chain_tree,

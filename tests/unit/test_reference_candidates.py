@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from overstory.kernels.reference import PAD_TOKEN_ID, Shard, candidates_topk, merge_candidates
 
 

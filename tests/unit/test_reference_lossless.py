@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from chi_square import p_value
+
 from overstory.kernels.reference import (
     Tree,
     ancestor_matrix,

@@ -2,6 +2,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from overstory.kernels.reference import (
     Tree,
     ancestor_matrix,

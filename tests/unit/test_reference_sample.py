@@ -5,8 +5,9 @@ import torch
 from chi_square import p_value
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from overstory.kernels.reference import filtered_probs, sample_nodes, uniforms
 from scipy import stats
+
+from overstory.kernels.reference import filtered_probs, sample_nodes, uniforms
 
 DRAWS = 20_000
 MASK = (1 << 64) - 1

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from overstory.kernels.reference import Tree, chain_tree, tree_build
 
 Path = tuple[int, ...]

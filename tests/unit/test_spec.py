@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
+
 from overstory.orchestrator.spec import (
     ControlSpec,
     DeploymentSpec,
@@ -14,7 +16,6 @@ from overstory.orchestrator.spec import (
     load_spec,
     parse_spec,
 )
-from pydantic import BaseModel
 
 GOOD: dict[str, Any] = {"model": "overstory-tiny", "drafter": "overstory-tiny-drafter"}
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+
 from overstory.orchestrator.engine_args import (
     EngineArgError,
     canonical_name,

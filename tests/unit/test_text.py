@@ -2,8 +2,9 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from overstory.orchestrator.text import Decode, Detokenizer, StopScanner, TextStream
 from tokenizers import decoders, models, pre_tokenizers
+
+from overstory.orchestrator.text import Decode, Detokenizer, StopScanner, TextStream
 
 
 def _bytes_tokenizer() -> tokenizers.Tokenizer:

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+
 from overstory.kernels.reference import ancestor_matrix, tree_build
 from overstory.workers.tiny.config import BOS, EOS, MASK, DrafterConfig, TargetConfig
 from overstory.workers.tiny.oracle import Oracle, Sampling, cut_at_end
 from overstory.workers.tiny.paths import BUILT_IN, PAIR_FOLDER, resolve_model
 from overstory.workers.tiny.prompts import PROMPT_TOKENS, Prompt, heldout_prompts
 from overstory.workers.tiny.target import TargetCache
-from tokenizers import Tokenizer
 
 NEW = 48
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
 from overstory.workers.tiny.config import ASSISTANT, BOS, EOS, USER
 from overstory.workers.tiny.corpus import Document, is_held_out, without_copies
 from overstory.workers.tiny.prepare import CHAT_SHARE, frame

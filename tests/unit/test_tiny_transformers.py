@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from overstory.workers.tiny.oracle import Oracle
 from overstory.workers.tiny.paths import resolve_model
 from overstory.workers.tiny.prompts import heldout_prompts

@@ -3,8 +3,9 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from overstory.orchestrator.tokenizer import ChatTemplateError, FileTokenizer, load_tokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
+
+from overstory.orchestrator.tokenizer import ChatTemplateError, FileTokenizer, load_tokenizer
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"

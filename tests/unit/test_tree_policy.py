@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from overstory.workers.tree_policy import PolicyHolder, TreePolicy, policy_from_budget
 
 

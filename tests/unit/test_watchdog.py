@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+
 from overstory.workers.death_note import (
     EXIT_WATCHDOG,
     LastWill,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from overstory.kernels.reference import Accepted, compaction_moves, kv_relocate
 
 

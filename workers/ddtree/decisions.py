@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from overstory.kernels.reference import Shard, Tree
 from sglang.srt.distributed import get_tp_group
+
+from overstory.kernels.reference import Shard, Tree
 
 
 class DecisionGroup:

@@ -5,14 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from overstory.kernels.reference import (
-    Shard,
-    Tree,
-    candidates_topk,
-    chain_tree,
-    merge_candidates,
-    tree_build,
-)
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -21,10 +13,20 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from overstory.kernels.reference import (
+    Shard,
+    Tree,
+    candidates_topk,
+    chain_tree,
+    merge_candidates,
+    tree_build,
+)
+
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
     from overstory.workers.ddtree.decisions import DecisionGroup
     from overstory.workers.tree_policy import TreePolicy
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 MAX_WIDTH = 8
 """Candidates per depth that may enter a tree; later ones are hardly ever among the best paths."""

@@ -9,8 +9,9 @@ from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 
 if TYPE_CHECKING:
-    from overstory.workers.ddtree.limits import StepLimits
     from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    from overstory.workers.ddtree.limits import StepLimits
 
 
 class DDTreeDraftInput(DFlashDraftInputV2):

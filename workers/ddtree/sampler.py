@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from overstory.kernels.reference import sample_nodes
 from overstory.workers.ddtree import ALGORITHM
 

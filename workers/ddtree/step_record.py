@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from overstory.workers.step_stats import StepStats
 
 if TYPE_CHECKING:
-    from overstory.kernels.reference import Tree
     from sglang.srt.managers.schedule_batch import Req
+
+    from overstory.kernels.reference import Tree
 
 
 class StageClock:

@@ -8,6 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+
 from overstory.kernels.reference import Accepted, Tree, tree_accept
 from overstory.workers import tree_policy
 from overstory.workers.ddtree.algorithm import starting_policy
@@ -23,8 +26,6 @@ from overstory.workers.ddtree.step_record import PendingSteps, StageClock, StepR
 from overstory.workers.ddtree.verify import tree_positions, verify
 from overstory.workers.step_stats import STATS
 from overstory.workers.tree_policy import TreePolicy
-from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
 Publish = Callable[[torch.Tensor], None] | None
 

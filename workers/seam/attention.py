@@ -11,13 +11,14 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
 from overstory.kernels.reference.attention import decode_attention, verify_attention
 from overstory.workers.seam.patches import Patch
 from overstory.workers.seam.portable.grouped_attention import block_attention
 from overstory.workers.seam.process_report import write_process_report
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.radix_attention import AttentionType
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 BACKEND_NAME = "torch_native"
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
+
 from overstory.kernels.reference import (
     Accepted,
     Tree,
@@ -21,7 +23,6 @@ from overstory.kernels.reference import (
     tree_accept,
     tree_build,
 )
-from torch import Tensor
 
 from .drafter import DrafterModel, masked_attention
 from .target import TargetCache, TargetModel

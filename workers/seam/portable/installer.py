@@ -87,6 +87,7 @@ def _record_stream_taken() -> bool:
 
 def _standin_taken() -> bool:
     import sgl_kernel
+
     from overstory.workers.seam.standins import StandinModule
 
     return isinstance(sgl_kernel, StandinModule)
