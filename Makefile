@@ -26,7 +26,8 @@ $(STAMP):
 	@test -x $(BIN)/python || { python=$$(tests/find-python.sh) && echo "environment: $$python" \
 		&& $$python -m venv $(VENV); }
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt uv
-	$(BIN)/uv pip install -q --python $(BIN)/python -c constraints.txt -e '.[dev]'
+	@# Compiled here, once: ranks and front half that start side by side would each do it.
+	$(BIN)/uv pip install -q --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[dev]'
 	@rm -f $(VENV)/.ready-*
 	@touch $@
 
