@@ -101,8 +101,7 @@ class ControllerState:
         """Rank 0 gave `epoch`; it runs under `policy`.
 
         A controller that has no policy of its own (it was just started, or restarted) takes over
-        the
-        one it finds.
+        the one it finds.
         """
         replica = self._replicas[name]
         replica.phase, replica.epoch, replica.seq = "leased", epoch, 0
@@ -178,8 +177,7 @@ class ControllerState:
         """Rank 0 did not take `lease`: its number is free again and its commands are dropped.
 
         Policies and commands are checked before they are set, so this is a replica that came later
-        and
-        has less room: it stays under the policy that it runs, and the status says why.
+        and has less room: it stays under the policy that it runs, and the status says why.
         """
         replica = self._replicas[name]
         replica.seq -= 1

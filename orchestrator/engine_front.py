@@ -1,9 +1,8 @@
 """SGLang's front half over rank actors: token ids in, token ids out.
 
-Importing this module imports SGLang (seconds): launch the rank actors first, so that they import it
-meanwhile; `launch_engine` in `overstory.orchestrator.launch` does both in order. `prepare_process`
-must
-have run in this process.
+Importing this module imports SGLang (seconds): launch the rank actors first, so that they import
+it meanwhile; `launch_engine` in `overstory.orchestrator.launch` does both in order.
+`prepare_process` must have run in this process.
 
 No tokenizer and no detokenizer: text belongs to the gateway. Stop token ids end a request in the
 engine; stop strings need text, so they too are the gateway's.
@@ -65,8 +64,7 @@ class FrontManager(TokenizerManager):
     """SGLang's TokenizerManager without a grip on the process it lives in.
 
     SGLang's own takes over SIGTERM and SIGQUIT and, on an error in its loop, kills the process and
-    all
-    its children: in a Serve replica that loses the cause, in a driver it takes Ray along.
+    all its children: in a Serve replica that loses the cause, in a driver it takes Ray along.
     """
 
     event_loop: asyncio.AbstractEventLoop | None

@@ -9,10 +9,9 @@ rank 0     --boundary-> all ranks  a lease begins when the one before is used up
 
 Rank 0 keeps the ledger; the other ranks only hear, at the same boundary, which lease begins. Only
 launched batches use steps: an idle replica keeps its lease. When the steps run out and no next
-lease
-came within the time-out, the replica goes on *free-running* under its last policy, and says so; the
-next lease ends that. Before the first attach, and after `detach`, it is *unmanaged* and never
-waits.
+lease came within the time-out, the replica goes on *free-running* under its last policy, and says
+so; the next lease ends that. Before the first attach, and after `detach`, it is *unmanaged* and
+never waits.
 """
 
 from __future__ import annotations

@@ -2,12 +2,10 @@
 
 A handler runs on every rank, in the loop's thread, between two iterations, with no collective in
 flight. It must act alike on all ranks. An error in a handler ends the rank: half a command, done
-on some
-ranks only, would be worse.
+on some ranks only, would be worse.
 
 More handlers come by `OVERSTORY_RANK_EXTENSIONS` (comma-separated `module:function`, each called
-with
-`register` when the rank starts) or by the modules that own them.
+with `register` when the rank starts) or by the modules that own them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A rank's chain of digests: one link per batch whose results were taken in, numbered by forward.
 
 Ranks of a replica that stand alike have equal links at equal numbers. A link covers all before it,
-so
-the first difference stays visible; the facts behind recent links are kept, to say what differs.
+so the first difference stays visible; the facts behind recent links are kept, to say what differs.
 Pure standard library.
 """
 

@@ -165,8 +165,7 @@ class StepGate:
         """Waits for a reason to report.
 
         That is: the next lease is due, `every` batches were launched since `seen`, a lease was
-        offered
-        meanwhile, or time is up.
+        offered meanwhile, or time is up.
         """
         deadline = self._clock() + timeout_s
         with self._changed:

@@ -1,8 +1,7 @@
 """One tensor-parallel rank: SGLang's Scheduler with a control side that answers while it runs.
 
 A plain class, made a Ray actor at the edge (`overstory.orchestrator.rank_group`). Its constructor
-is
-light, so that the actor can be asked at once what it is doing; SGLang is imported by `preload`.
+is light, so that the actor can be asked at once what it is doing; SGLang is imported by `preload`.
 
 ```
 thread "loop" (one)        preload -> start -> run_loop            blocks until the loop ends
@@ -64,8 +63,7 @@ class RankIdentity:
     """Where a rank lives.
 
     `started` is the process's start in clock ticks since boot: with the pid it names a process
-    beyond
-    doubt.
+    beyond doubt.
     """
 
     rank: int
@@ -275,8 +273,7 @@ class RankHost:
         """Rank 0: answers with a report as soon as there is a reason to.
 
         Reasons: the next lease is due, `every` batches were launched beyond `after_forward`, a
-        lease
-        was granted meanwhile, or `wait_s` seconds passed.
+        lease was granted meanwhile, or `wait_s` seconds passed.
         """
         self._gate.await_due(wait_s, after_forward, every)
         return self.report(after_forward)

@@ -2,8 +2,7 @@
 
 SGLang removes its segments when an object is finalised. A rank that is killed, or ends itself by
 `os._exit`, gets no such chance, and each restart would leave 25 MB in /dev/shm behind. A segment
-without
-a name lives exactly as long as a process has it mapped.
+without a name lives exactly as long as a process has it mapped.
 """
 
 from __future__ import annotations

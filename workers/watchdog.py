@@ -1,8 +1,7 @@
 """A rank's watchdog: ends the rank's own process when it stands still with work in hand.
 
 SGLang's sends SIGQUIT to the parent process, which for a Ray actor is the raylet: it would take
-down
-every actor of the node. This one takes its place and leaves a note with the cause.
+down every actor of the node. This one takes its place and leaves a note with the cause.
 """
 
 from __future__ import annotations
