@@ -1,6 +1,6 @@
 """Deployments that the endpoint tests share: one Serve, one application per kind.
 
-Import the fixtures by name into a test module (`from fixtures_endpoint import scripted  # noqa`).
+`conftest` makes the fixtures known: imported into two test modules, each would start its own.
 """
 
 import os

@@ -10,14 +10,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 import ray
-from fixtures_endpoint import (  # noqa: F401
-    REAL_START_S,
-    Endpoint,
-    ready,
-    real,
-    serve_port,
-    wait_until,
-)
+from fixtures_endpoint import REAL_START_S, Endpoint, ready, wait_until
 
 from overstory.orchestrator.rank_group import CONTROL, NAMESPACE, call
 
@@ -30,7 +23,7 @@ def _texts(endpoint: Endpoint, **fields: Any) -> list[str]:
     return [choice["text"] for choice in response.json()["choices"]]
 
 
-def test_whole_and_streamed_text_are_one(real: Endpoint) -> None:  # noqa: F811
+def test_whole_and_streamed_text_are_one(real: Endpoint) -> None:
     client = openai.OpenAI(base_url=real.url + "/v1", api_key="none", max_retries=0, timeout=60)
     messages: Any = [{"role": "user", "content": PROMPT}]
     for temperature in (0.0, 1.0):
@@ -51,7 +44,7 @@ def test_whole_and_streamed_text_are_one(real: Endpoint) -> None:  # noqa: F811
         assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
 
 
-def test_seeds_make_text_repeatable_and_choices_distinct(real: Endpoint) -> None:  # noqa: F811
+def test_seeds_make_text_repeatable_and_choices_distinct(real: Endpoint) -> None:
     three = _texts(real, seed=11, n=3)
     assert len(set(three)) == 3
     assert _texts(real, seed=11, n=3) == three
@@ -60,13 +53,13 @@ def test_seeds_make_text_repeatable_and_choices_distinct(real: Endpoint) -> None
     assert _texts(real) != _texts(real)
 
 
-def test_text_does_not_depend_on_what_else_runs(real: Endpoint) -> None:  # noqa: F811
+def test_text_does_not_depend_on_what_else_runs(real: Endpoint) -> None:
     alone = _texts(real, seed=5)[0]
     prompts = ["import os\n", PROMPT, "class A:\n    def"]
     assert _texts(real, prompt=prompts, seed=5)[1] == alone
 
 
-def test_a_stop_string_ends_the_text_and_the_sequence(real: Endpoint) -> None:  # noqa: F811
+def test_a_stop_string_ends_the_text_and_the_sequence(real: Endpoint) -> None:
     full = _texts(real, temperature=0)[0]
     stop = full[6:9]
     response = real.post(prompt=PROMPT, max_tokens=500, temperature=0, stop=stop)
@@ -75,7 +68,7 @@ def test_a_stop_string_ends_the_text_and_the_sequence(real: Endpoint) -> None:  
     wait_until(real.idle, 10, "the sequence is gone from the engine")
 
 
-def test_a_stop_token_ends_the_text(real: Endpoint) -> None:  # noqa: F811
+def test_a_stop_token_ends_the_text(real: Endpoint) -> None:
     client = openai.OpenAI(base_url=real.url + "/v1", api_key="none", timeout=60)
     fields: Any = {"model": "tiny", "prompt": PROMPT, "temperature": 0}
     full = client.completions.create(**fields, max_tokens=20).choices[0].text
@@ -92,7 +85,7 @@ def test_a_stop_token_ends_the_text(real: Endpoint) -> None:  # noqa: F811
     assert full.startswith(ended.text)
 
 
-def test_the_context_can_be_filled_to_its_end_and_not_beyond(real: Endpoint) -> None:  # noqa: F811
+def test_the_context_can_be_filled_to_its_end_and_not_beyond(real: Endpoint) -> None:
     context = real.replica.limits.remote().result(timeout_s=30)["context_tokens"]
     assert 1000 < context < 1024
     full = real.post(prompt=[9] * 1000, max_tokens=context - 1000, ignore_eos=True)
@@ -107,7 +100,7 @@ def test_the_context_can_be_filled_to_its_end_and_not_beyond(real: Endpoint) -> 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_engine_slots(
-    real: Endpoint,  # noqa: F811
+    real: Endpoint,
     stream: bool,
 ) -> None:
     wait_until(real.idle)
@@ -141,7 +134,7 @@ def _rank_actor(endpoint: Endpoint) -> Any:
 
 @pytest.mark.full
 def test_a_killed_rank_ends_its_stream_with_the_cause_and_is_replaced(
-    real: Endpoint,  # noqa: F811
+    real: Endpoint,
 ) -> None:
     pid = ray.get(call(_rank_actor(real), CONTROL, "health"))["pid"]
     client = openai.OpenAI(base_url=real.url + "/v1", api_key="none", max_retries=0, timeout=60)

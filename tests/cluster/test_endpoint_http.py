@@ -13,13 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 import openai
 import pytest
-from fixtures_endpoint import (  # noqa: F401
-    Endpoint,
-    ready,
-    scripted,
-    serve_port,
-    wait_until,
-)
+from fixtures_endpoint import Endpoint, ready, wait_until
 from scripted_replica import STEP_TOKENS, TEXT
 
 from overstory.orchestrator.serving import set_replicas
@@ -35,7 +29,7 @@ def _client(endpoint: Endpoint) -> openai.OpenAI:
 # ---------------------------------------------------------------- the openai client, unmodified
 
 
-def test_openai_client(scripted: Endpoint) -> None:  # noqa: F811
+def test_openai_client(scripted: Endpoint) -> None:
     client = _client(scripted)
     assert [model.id for model in client.models.list()] == [MODEL]
     answer = client.completions.create(model=MODEL, prompt="p", max_tokens=3000)
@@ -58,7 +52,7 @@ def test_openai_client(scripted: Endpoint) -> None:  # noqa: F811
     assert chat.choices[0].finish_reason == "stop"
 
 
-def test_openai_async_client_streams(scripted: Endpoint) -> None:  # noqa: F811
+def test_openai_async_client_streams(scripted: Endpoint) -> None:
     async def one(client: openai.AsyncOpenAI) -> str:
         stream = await client.chat.completions.create(
             model=MODEL, messages=MESSAGES, max_completion_tokens=200, stream=True
@@ -74,7 +68,7 @@ def test_openai_async_client_streams(scripted: Endpoint) -> None:  # noqa: F811
     assert TEXT.startswith(texts[0].rstrip("\ufffd"))
 
 
-def test_openai_errors(scripted: Endpoint) -> None:  # noqa: F811
+def test_openai_errors(scripted: Endpoint) -> None:
     client = _client(scripted)
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="gpt-4", prompt="p")
@@ -92,7 +86,7 @@ def test_openai_errors(scripted: Endpoint) -> None:  # noqa: F811
 # ---------------------------------------------------------------- streaming
 
 
-def test_chunks_are_sent_as_they_come(scripted: Endpoint) -> None:  # noqa: F811
+def test_chunks_are_sent_as_they_come(scripted: Endpoint) -> None:
     body = {"model": MODEL, "prompt": "<slow>", "max_tokens": 150, "stream": True}
     arrivals = []
     with httpx.stream("POST", scripted.url + "/v1/completions", json=body, timeout=30) as response:
@@ -105,7 +99,7 @@ def test_chunks_are_sent_as_they_come(scripted: Endpoint) -> None:  # noqa: F811
     assert batched < len(gaps) / 4, "chunks of several steps came together"
 
 
-def test_a_request_id_is_given_or_kept(scripted: Endpoint) -> None:  # noqa: F811
+def test_a_request_id_is_given_or_kept(scripted: Endpoint) -> None:
     assert scripted.post(prompt="p", max_tokens=1).headers["x-request-id"]
     named = httpx.get(scripted.url + "/nowhere", headers={"x-request-id": "mine"}, timeout=30)
     assert (named.status_code, named.headers.get_list("x-request-id")) == (404, ["mine"])
@@ -160,7 +154,7 @@ def _leave_by_openai(endpoint: Endpoint, stream: bool) -> Any:
     ],
 )
 def test_a_client_that_leaves_frees_its_slots(
-    scripted: Endpoint,  # noqa: F811
+    scripted: Endpoint,
     start: Any,
     stream: bool,
     sequences: int,
@@ -174,7 +168,7 @@ def test_a_client_that_leaves_frees_its_slots(
     assert scripted.stats()["aborted"] == aborted + sequences
 
 
-def test_a_request_out_of_time_is_aborted(scripted: Endpoint) -> None:  # noqa: F811
+def test_a_request_out_of_time_is_aborted(scripted: Endpoint) -> None:
     response = scripted.post(prompt="<stuck>")
     assert (response.status_code, response.json()["error"]["code"]) == (504, "request_timeout")
     wait_until(scripted.idle, 5)
@@ -183,7 +177,7 @@ def test_a_request_out_of_time_is_aborted(scripted: Endpoint) -> None:  # noqa: 
 # ---------------------------------------------------------------- too much
 
 
-def test_500_at_once_on_a_queue_of_64(scripted: Endpoint) -> None:  # noqa: F811
+def test_500_at_once_on_a_queue_of_64(scripted: Endpoint) -> None:
     wait_until(scripted.idle)
     gateway = scripted.spec.gateway
     assert gateway.max_queued_requests == 64
@@ -215,7 +209,7 @@ def test_500_at_once_on_a_queue_of_64(scripted: Endpoint) -> None:  # noqa: F811
     [(10, 413, "request_too_large"), (3, 400, "context_length_exceeded")],
 )
 def test_a_huge_prompt_is_refused_quickly(
-    scripted: Endpoint,  # noqa: F811
+    scripted: Endpoint,
     megabytes: int,
     status: int,
     code: str,
@@ -226,7 +220,7 @@ def test_a_huge_prompt_is_refused_quickly(
     assert time.monotonic() - begun < 5
 
 
-def test_bad_bodies_through_the_proxy(scripted: Endpoint) -> None:  # noqa: F811
+def test_bad_bodies_through_the_proxy(scripted: Endpoint) -> None:
     kind = {"content-type": "application/json"}
     for content, param in (
         (b"{bad", None),
@@ -243,7 +237,7 @@ def test_bad_bodies_through_the_proxy(scripted: Endpoint) -> None:  # noqa: F811
 # ---------------------------------------------------------------- replicas that come and go
 
 
-def test_more_replicas_take_more_requests(scripted: Endpoint) -> None:  # noqa: F811
+def test_more_replicas_take_more_requests(scripted: Endpoint) -> None:
     each = scripted.spec.gateway.max_concurrent_requests
     for replicas in (2, 1):
         set_replicas(scripted.spec.name, replicas)
@@ -256,7 +250,7 @@ def test_more_replicas_take_more_requests(scripted: Endpoint) -> None:  # noqa: 
 
 
 def test_a_replica_that_dies_ends_its_requests_and_is_replaced(
-    scripted: Endpoint,  # noqa: F811
+    scripted: Endpoint,
 ) -> None:
     before = scripted.stats()["pid"]
     with ThreadPoolExecutor(4) as pool:

@@ -17,7 +17,7 @@ from overstory.orchestrator.lease import Command
 from overstory.workers.death_note import EXIT_DIVERGED, EXIT_LOOP_FAILED, EXIT_WATCHDOG
 
 LEASE_STEPS = 16
-WATCHDOG_S = 6
+WATCHDOG_S = 12  # above the lease time-out of `LiveEngine`
 NOTICE_S = 60.0
 
 
