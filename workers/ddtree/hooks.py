@@ -7,6 +7,7 @@ from overstory.workers.ddtree.admission import check_request
 from overstory.workers.ddtree.finish import finish_within_limit
 from overstory.workers.ddtree.headroom import widen_rows
 from overstory.workers.ddtree.sampler import keep_seeds, sample_last_rows
+from overstory.workers.ddtree.step_record import count_step
 from overstory.workers.seam.patches import Patch, hook
 
 
@@ -42,6 +43,13 @@ def patches() -> list[Patch]:
             "around",
             finish_within_limit,
             "text beyond a stop token when a step passes it and max_new_tokens together",
+        ),
+        hook(
+            "sglang.srt.managers.scheduler_components.output_streamer"
+            ".SchedulerOutputStreamer.stream_output",
+            "before",
+            count_step,
+            "steps would never be counted",
         ),
         hook(
             "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from overstory.workers.step_stats import StepStats
+from overstory.workers.step_stats import STATS, StepStats
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -39,36 +39,78 @@ class StepRecord:
     stage_ns: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _ReadStep:
+    """A step whose acceptance is read and whose tokens SGLang is appending.
+
+    Attributes:
+        record: the step.
+        accepted: drafted tokens on the accepted path, by request.
+        lengths: tokens of each request before this step; None if it had ended before.
+    """
+
+    record: StepRecord
+    accepted: list[int]
+    lengths: list[int | None]
+
+
 class PendingSteps:
-    """Steps in the order they ran; the scheduler settles them in the same order."""
+    """Steps in the order they ran; the scheduler reads them in the same order.
+
+    The scheduler first reads a step's acceptance (`read`), then appends its tokens and looks for
+    each request's end, then sends them off (`count`). Only then is it known how many of the tokens
+    a request was given: a stop token may end it in the middle of a path.
+    """
 
     def __init__(self, stats: StepStats) -> None:
         self._stats = stats
         self._pending: deque[StepRecord] = deque()
+        self._read: _ReadStep | None = None
+
+    def start(self) -> None:
+        """A worker starts: steps that one before it in this process left behind are dropped."""
+        self._pending.clear()
+        self._read = None
 
     def add(self, record: StepRecord) -> None:
         """A step has been launched."""
         self._pending.append(record)
 
-    def settle(self, accepted: list[int]) -> None:
-        """Count the oldest step: ``accepted`` drafted tokens per request.
-
-        Requests that had ended before (overlap scheduling runs one step too many) and tokens beyond
-        a request's limit are not counted.
-        """
+    def read(self, accepted: list[int]) -> None:
+        """The acceptance of the oldest step: ``accepted`` drafted tokens per request."""
+        assert self._read is None, "the step before was not counted"
         record = self._pending.popleft()
-        assert len(accepted) == len(record.requests), "steps settled out of order"
+        assert len(accepted) == len(record.requests), "steps read out of order"
+        lengths = [
+            None if req.finished() or req.is_retracted else len(req.output_ids)
+            for req in record.requests
+        ]
+        self._read = _ReadStep(record, accepted, lengths)
+
+    def count(self) -> None:
+        """Count the step that was read last, its tokens being appended; without one, nothing.
+
+        Requests that had ended before (overlap scheduling runs one step too many) and what lies
+        beyond a request's end, be it a limit or a stop token, are not counted.
+        """
+        step, self._read = self._read, None
+        if step is None:
+            return
+        record = step.record
         deepest = record.tree.depths.amax(dim=1).tolist()
         running, tokens = 0, 0
         offered = [0] * max(deepest, default=0)
         reached = [0] * len(offered)
-        for req, drafted, depth in zip(record.requests, accepted, deepest, strict=True):
-            if req.finished() or req.is_retracted:
+        for req, drafted, before, depth in zip(
+            record.requests, step.accepted, step.lengths, deepest, strict=True
+        ):
+            if before is None:
                 continue
             running += 1
-            room = req.sampling_params.max_new_tokens - len(req.output_ids)
-            tokens += min(drafted + 1, room)
-            for level in range(depth):
+            handed_out = _final_length(req) - before
+            tokens += handed_out
+            judged = depth if handed_out > drafted else handed_out
+            for level in range(judged):
                 offered[level] += 1
                 reached[level] += level < drafted
         self._stats.record_verify(
@@ -80,3 +122,21 @@ class PendingSteps:
             stage_ns=record.stage_ns,
             requests=running,
         )
+
+
+def _final_length(req: Req) -> int:
+    """Tokens of ``req`` that are handed out: SGLang keeps those beyond an end in its list."""
+    return len(req.output_ids) if req.finished_len is None else req.finished_len
+
+
+PENDING = PendingSteps(STATS)
+"""Steps of this process."""
+
+
+def count_step(*_arguments: Any, **_named: Any) -> None:
+    """BEFORE hook on SGLang's ``SchedulerOutputStreamer.stream_output``.
+
+    Tokens are counted before a client can have them, so that whoever has an answer finds it in the
+    counters.
+    """
+    PENDING.count()

@@ -22,7 +22,7 @@ from overstory.workers.ddtree.drafter_config import read_drafter
 from overstory.workers.ddtree.drafter_kv import StackedDrafterKv
 from overstory.workers.ddtree.limits import StepLimits
 from overstory.workers.ddtree.sampler import draw
-from overstory.workers.ddtree.step_record import PendingSteps, StageClock, StepRecord
+from overstory.workers.ddtree.step_record import PENDING, StageClock, StepRecord
 from overstory.workers.ddtree.verify import tree_positions, verify
 from overstory.workers.step_stats import STATS
 from overstory.workers.tree_policy import TreePolicy
@@ -61,7 +61,7 @@ class DDTreeWorker(DFlashWorkerV2):
             int(self._mask_token_id),
             self._last_position,
         )
-        self._pending = PendingSteps(STATS)
+        PENDING.start()
         self._stacked_kv: StackedDrafterKv | None = None
         if self.device == "cpu" and StackedDrafterKv.fits(self.draft_model):
             self._stacked_kv = StackedDrafterKv(self.draft_model)
@@ -90,8 +90,8 @@ class DDTreeWorker(DFlashWorkerV2):
     def on_verify_complete_cpu(
         self, num_correct_drafts_per_req: list[int], batch_size: int = 0
     ) -> None:
-        """The scheduler has read a step's acceptance; counts it."""
-        self._pending.settle(num_correct_drafts_per_req)
+        """The scheduler has read a step's acceptance and appends its tokens next."""
+        PENDING.read(num_correct_drafts_per_req)
 
     def _append_target_hidden_sequential(
         self,
@@ -139,7 +139,7 @@ class DDTreeWorker(DFlashWorkerV2):
         hidden = verified.logits_output.hidden_states
         extend_drafter(self, hidden, accepted, slots, prefix, self._last_position)
         clock.mark("commit")
-        self._pending.add(StepRecord(str(policy), tree, tuple(batch.reqs), clock.stages))
+        PENDING.add(StepRecord(str(policy), tree, tuple(batch.reqs), clock.stages))
         return self._result(verified, accepted, new_seq_lens)
 
     def _draft(

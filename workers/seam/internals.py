@@ -426,6 +426,16 @@ DDTREE: tuple[Entry, ...] = (
         "hooked: nothing after a stop token",
     ),
     Internal(
+        f"{_PARTS}.output_streamer.SchedulerOutputStreamer.stream_output",
+        "hooked: counts a step before its tokens are sent",
+    ),
+    Inline(
+        f"{_PARTS}.batch_result_processor.SchedulerBatchResultProcessor"
+        ".process_batch_result_decode",
+        "a step's tokens are appended between its acceptance and their sending",
+        "req.output_ids.extend(next_token_id)",
+    ),
+    Internal(
         f"{_SRT}.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
         "hooked: width of the slot rows",
         "server_args",
