@@ -126,6 +126,19 @@ def timed_out(limit_s: float) -> ApiError:
     )
 
 
+def from_engine(detail: str, status: int, retry_after_s: int) -> ApiError:
+    """The engine ended a request by itself, naming an HTTP status; 429 and 503 are worth another
+    try."""
+    if status == 429:
+        return queue_full(detail, retry_after_s)
+    if status == 503:
+        message = f"The engine cannot take the request now: {detail}"
+        return unavailable(message, "engine_busy", retry_after_s)
+    if 400 <= status < 500:
+        return invalid(detail, code="refused_by_engine")
+    return internal(f"The engine ended the request: {detail}")
+
+
 def internal(detail: str) -> ApiError:
     """Our own fault (500)."""
     return ApiError(500, detail, kind="server_error", code="internal_error")

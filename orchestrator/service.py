@@ -204,10 +204,10 @@ class EndpointService:
                 return openai_errors.unavailable(
                     f"The replica that served this request was lost: {cause}", "replica_lost"
                 )
-            case EngineRefused() if 400 <= error.status < 500:
-                return openai_errors.invalid(str(error), code="refused_by_engine")
             case EngineRefused():
-                return openai_errors.internal(f"The engine ended the request: {error}")
+                return openai_errors.from_engine(
+                    str(error), error.status, self.admission.retry_after_s()
+                )
             case _:
                 logger.error("a request failed", exc_info=error)
                 return openai_errors.internal(f"{type(error).__name__}: {error}")

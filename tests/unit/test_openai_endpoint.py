@@ -483,6 +483,8 @@ def test_waiting_for_a_slot_counts_towards_the_time_limit() -> None:
     [
         (ReplicaLost("rank 1 died"), 503, "replica_lost"),
         (EngineRefused("too long", 400), 400, "refused_by_engine"),
+        (EngineRefused("its queue is full", 503), 503, "engine_busy"),
+        (EngineRefused("too many at once", 429), 429, "queue_full"),
         (EngineRefused("out of memory", 500), 500, "internal_error"),
         (RuntimeError("a bug"), 500, "internal_error"),
     ],
@@ -493,6 +495,7 @@ def test_failures_after_some_tokens(failure: Exception, status: int, code: str) 
         response = await world.complete(n=2)
         assert (response.status_code, response.json()["error"]["code"]) == (status, code)
         assert str(failure) in response.json()["error"]["message"]
+        assert (int(response.headers.get("retry-after", 0)) >= 1) == (status in (429, 503))
         *_, last = events(await world.complete(stream=True))
         assert last["error"]["code"] == code  # and no [DONE]: the text is not complete
 
