@@ -1,14 +1,17 @@
 """Compares the digest chains of a replica's ranks as their reports come in. Pure.
 
 Reports of different ranks are never taken at the same moment, so links wait until every rank has
-reported their number; links compared are dropped.
+reported their number; links compared are dropped. A rank keeps its latest links only, so comparing
+starts (or starts again, after a long silence) where all ranks still have theirs: what is skipped is
+no difference, and a difference within it shows in the next link, which covers all before it.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
 from dataclasses import dataclass
+
+from overstory.workers.digest import LinksKept
 
 Link = tuple[int, str]
 
@@ -40,6 +43,7 @@ class DigestComparison:
         self._waiting: list[deque[Link]] = [deque() for _ in range(ranks)]
         self._heard = [0] * ranks
         self._compared = 0
+        self._skipped = 0
 
     @property
     def compared(self) -> int:
@@ -50,15 +54,20 @@ class DigestComparison:
         """Number of the last link that `rank` has reported."""
         return self._heard[rank]
 
-    def add(self, rank: int, links: Iterable[Link]) -> None:
+    def add(self, rank: int, kept: LinksKept) -> None:
         """Takes in a rank's links, in its order; those known already are skipped."""
-        for forward, link in links:
+        if kept.forgotten > self._heard[rank]:  # Links of it may be missing up to there.
+            self._skipped = max(self._skipped, kept.forgotten)
+        for forward, link in kept.links:
             if forward > self._heard[rank]:
                 self._waiting[rank].append((forward, link))
                 self._heard[rank] = forward
 
     def compare(self) -> Difference | None:
         """Compares what all ranks have reported; the first difference, or None."""
+        for waiting in self._waiting:
+            while waiting and waiting[0][0] <= self._skipped:
+                waiting.popleft()
         while all(self._waiting):
             heads = [waiting[0] for waiting in self._waiting]
             if len(set(heads)) > 1:

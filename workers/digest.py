@@ -46,6 +46,20 @@ class StepFacts:
     free_slots: int
 
 
+@dataclass(frozen=True)
+class LinksKept:
+    """Links of one chain at one moment.
+
+    Attributes:
+        links: (forward, hex) in the order in which they were added.
+        forgotten: number of the last link that is no longer kept, 0 if all are. Without it a link
+            that grew too old could not be told from one that never was.
+    """
+
+    links: tuple[tuple[int, str], ...]
+    forgotten: int
+
+
 class DigestChain:
     """The chain of one rank. One thread adds, others read.
 
@@ -58,6 +72,7 @@ class DigestChain:
         self._facts: OrderedDict[int, StepFacts] = OrderedDict()
         self._head = b""
         self._count = 0
+        self._forgotten = 0
         self.spent_ns = 0
 
     def add(self, forward: int, facts: StepFacts) -> str:
@@ -70,7 +85,7 @@ class DigestChain:
             self._links[forward] = head.hex()
             self._facts[forward] = facts
             while len(self._links) > LINKS_KEPT:
-                self._links.popitem(last=False)
+                self._forgotten, _ = self._links.popitem(last=False)
             while len(self._facts) > FACTS_KEPT:
                 self._facts.popitem(last=False)
         return head.hex()
@@ -79,7 +94,7 @@ class DigestChain:
         """Microseconds that a link has cost on average."""
         return round(self.spent_ns / 1000 / self._count, 1) if self._count else 0.0
 
-    def after(self, forward: int) -> list[tuple[int, str]]:
+    def after(self, forward: int) -> LinksKept:
         """Links numbered above `forward`, in the order in which they were added."""
         with self._lock:
             found: list[tuple[int, str]] = []
@@ -87,7 +102,7 @@ class DigestChain:
                 if number <= forward:
                     break
                 found.append((number, link))
-        return found[::-1]
+            return LinksKept(tuple(found[::-1]), self._forgotten)
 
     def facts(self, forward: int) -> StepFacts | None:
         """The facts behind a recent link; None if it is too old or does not exist."""

@@ -219,7 +219,7 @@ class RankHost:
 
         Keys: rank, pid, phase, seconds (in the phase), iterations, forwards, epoch, seq, policy (in
         force), idle_s, lease_wait_s, lease (rank 0: the ledger), load, steps (by policy, see
-        `overstory.workers.step_stats`), digests ([(forward, hex)]), digest_us (mean cost),
+        `overstory.workers.step_stats`), digests (`LinksKept`), digest_us (mean cost),
         commands (results by ticket).
         """
         report = {

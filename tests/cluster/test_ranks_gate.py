@@ -98,7 +98,7 @@ def stop_many_times(engine: LiveEngine, stops: int) -> None:
     assert zero["forwards"] - before["forwards"] >= stops, "the ranks were not working"
     zero, one = engine.reports(before["forwards"])
     assert zero["digests"] == one["digests"]
-    assert len(zero["digests"]) >= stops
+    assert len(zero["digests"].links) >= stops
 
 
 @pytest.mark.parametrize("stops", [STOPS, pytest.param(FULL_STOPS, marks=pytest.mark.full)])

@@ -11,6 +11,7 @@ from overstory.orchestrator import controller as module
 from overstory.orchestrator.controller import Controller
 from overstory.orchestrator.lease import Command
 from overstory.orchestrator.rank_directory import RankGone
+from overstory.workers import digest
 from overstory.workers.digest import DigestChain, StepFacts
 from overstory.workers.gate import StepGate
 
@@ -41,6 +42,7 @@ class FakeReplica:
         self.ended = None
         self.gone = False
         self.room = {"plain", "chain", "tree-7"}
+        self.step_between_reports = False
 
     def launched(self):
         return self.forwards
@@ -74,6 +76,8 @@ class FakeReplica:
         return begin
 
     def report(self, rank, after):
+        if self.step_between_reports:
+            self.step()
         return {
             **self.gates[rank].counters(),
             "rank": rank,
@@ -281,3 +285,20 @@ async def test_closing_lets_replicas_run_freely_at_once():
         await lead(replica, 2)
     assert replica.gates[0].view().mode == "unmanaged"
     assert replica.step()
+
+
+@in_loop
+async def test_a_controller_that_comes_late_harms_no_replica_older_than_its_links(monkeypatch):
+    monkeypatch.setattr(digest, "LINKS_KEPT", 8)
+    replica = FakeReplica()
+    for _ in range(30):
+        replica.step()
+    replica.step_between_reports = True
+    async with controlling(lease_steps=1000, r1=replica) as controller:
+        await until(lambda: replica.gates[0].view().mode == "leased", "a lease")
+        for _ in range(5):
+            status = await controller.status()
+        (record,) = status["replicas"]
+        assert record["phase"] == "leased", record["reason"]
+        assert record["digests_equal_up_to"] > 30
+        assert replica.ended is None

@@ -4,6 +4,7 @@ import pytest
 
 from overstory.orchestrator.controller_state import LOST_KEPT, ControllerState
 from overstory.orchestrator.lease import Command
+from overstory.workers.digest import LinksKept
 
 
 class Clock:
@@ -37,7 +38,7 @@ def report(
         "lease": {"wants_next": wants_next, "mode": "leased"} if rank == 0 else None,
         "load": {"running": work, "waiting": 0, "free_slots": 5, "max_slots": 9},
         "steps": {"verify": {"chain": {"tokens": tokens, "requests": forwards}}, "prefill": {}},
-        "digests": list(digests),
+        "digests": LinksKept(tuple(digests), 0),
         "commands": {},
     } | more
 
