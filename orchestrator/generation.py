@@ -105,8 +105,10 @@ class Generation:
         journal: Journal,
         deadline_s: float,
         hold_s: float = 0.0,
+        on_commit: Callable[[], None] | None = None,
     ) -> None:
-        """`deadline_s` is on the event loop's clock; `hold_s` as in `GenerateCall`."""
+        """`deadline_s` is on the event loop's clock; `hold_s` as in `GenerateCall`; `on_commit` is
+        called whenever a replica has committed tokens."""
         self._request_id = request_id
         self._plans = plans
         self._stops = stops
@@ -115,6 +117,7 @@ class Generation:
         self._journal = journal
         self._deadline_s = deadline_s
         self._hold_s = hold_s
+        self._on_commit = on_commit
         self._entries: list[JournalEntry] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._pieces: asyncio.Queue[Piece | BaseException] = asyncio.Queue()
@@ -178,6 +181,8 @@ class Generation:
         stream = TextStream(self._decode, self._stops)
         async for chunk in chunks:
             shown, reason = _shown(chunk)
+            if chunk.ids and self._on_commit is not None:
+                self._on_commit()
             step = stream.feed(shown)
             if step.stop is not None:
                 entry.commit(shown[: step.used])

@@ -1,6 +1,9 @@
 """Whether the endpoint can generate: proved by generating, and proved again when there is reason
 to doubt.
 
+The tokens of ordinary requests prove it as well. Under load a proof waits in the engine behind
+them, so its own delay says nothing.
+
 Alive and ready differ: `/v1/models` and `/health` answer while every replica is still loading or
 has died.
 """
@@ -40,6 +43,7 @@ class Readiness:
         self._check = check
         self._times = times or ReadinessTimes()
         self._doubt = asyncio.Event()
+        self._generated = asyncio.Event()  # since the last doubt
         self.ready = False
         self.reason = "nothing has been generated yet"
 
@@ -47,7 +51,13 @@ class Readiness:
         """Something failed: prove anew. The endpoint stays ready until that proof fails."""
         if self.ready:
             logger.warning("readiness in doubt: %s", cause)
+        self._generated.clear()
         self._doubt.set()
+
+    def generated(self) -> None:
+        """A replica has committed a token of a request: as good as a proof."""
+        self._generated.set()
+        self._set(True, "")
 
     async def watch(self) -> None:
         """Run until cancelled."""
@@ -62,12 +72,24 @@ class Readiness:
         limit_s = self._times.proof if self.ready else self._times.first_proof
         try:
             async with asyncio.timeout(limit_s):
-                await self._prove()
+                await self._proof_or_tokens()
         except Exception as error:
             self._set(False, _reason(error, limit_s))
             return False
         self._set(True, "")
         return True
+
+    async def _proof_or_tokens(self) -> None:
+        proof = asyncio.ensure_future(self._prove())
+        tokens = asyncio.ensure_future(self._generated.wait())
+        try:
+            done, _ = await asyncio.wait((proof, tokens), return_when=asyncio.FIRST_COMPLETED)
+            if tokens not in done:
+                proof.result()
+        finally:
+            proof.cancel()
+            tokens.cancel()
+            await asyncio.gather(proof, tokens, return_exceptions=True)
 
     async def _until_doubt(self) -> None:
         while not await self._wait_for_doubt(self._times.check_every):

@@ -166,6 +166,7 @@ class EndpointService:
             journal=self.journal,
             deadline_s=deadline_s,
             hold_s=0.0 if stream else _HOLD_WHOLE_S,
+            on_commit=self.readiness.generated,
         )
         return RunningRequest(generation, slot, self)
 

@@ -453,6 +453,20 @@ def test_not_ready_is_503_with_the_reason() -> None:
     play(story)
 
 
+def test_a_request_under_way_that_goes_on_proves_readiness() -> None:
+    async def story(world: World) -> None:
+        world.backend.gate = asyncio.Event()
+        under_way = asyncio.create_task(world.complete())
+        while not world.backend.calls:
+            await asyncio.sleep(0)
+        world.service.readiness.ready = False
+        world.backend.gate.set()
+        assert (await under_way).status_code == 200
+        assert (await world.complete()).status_code == 200
+
+    play(story)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_takes_too_long_is_aborted(stream: bool) -> None:
     async def story(world: World) -> None:

@@ -98,3 +98,69 @@ def test_a_generation_that_hangs_is_no_proof() -> None:
         watch.cancel()
 
     asyncio.run(scenario())
+
+
+class BusyEngine(Replicas):
+    """Proofs wait behind requests: once `busy`, they neither end nor fail."""
+
+    def __init__(self) -> None:
+        super().__init__(up=True)
+        self.busy = False
+        self.dropped = 0
+
+    async def prove(self) -> None:
+        await super().prove()
+        try:
+            while self.busy:
+                await asyncio.sleep(0.001)
+        except asyncio.CancelledError:
+            self.dropped += 1
+            raise
+
+
+def test_tokens_of_other_requests_settle_a_doubt_while_the_proof_waits() -> None:
+    engine = BusyEngine()
+
+    async def story(readiness: Readiness) -> None:
+        await _until(lambda: readiness.ready)
+        engine.busy = True
+        for rounds in range(1, 4):
+            readiness.doubt("one request failed")
+            await _until(lambda: engine.proofs == 1 + rounds)  # noqa: B023
+            readiness.generated()
+            await _until(lambda: engine.dropped == rounds)  # noqa: B023
+            checks = engine.checks
+            await _until(lambda: engine.checks > checks)  # noqa: B023  # settled: it idles again
+            assert readiness.ready
+
+    _run(engine, story)
+
+
+def test_tokens_from_before_the_doubt_prove_nothing() -> None:
+    engine = BusyEngine()
+
+    async def story(readiness: Readiness) -> None:
+        await _until(lambda: readiness.ready)
+        engine.busy = True
+        readiness.generated()
+        readiness.doubt("one request failed")
+        await _until(lambda: not readiness.ready)
+
+    _run(engine, story)
+
+
+def test_tokens_after_a_failed_proof_make_ready_at_once() -> None:
+    replicas = Replicas(up=False)
+
+    async def story(readiness: Readiness) -> None:
+        await _until(lambda: replicas.proofs > 0)
+        assert not readiness.ready
+        readiness.generated()
+        assert readiness.ready
+        assert readiness.reason == ""
+        checks = replicas.checks
+        replicas.up = True
+        await _until(lambda: replicas.checks > checks)
+        assert readiness.ready
+
+    _run(replicas, story)
