@@ -61,13 +61,6 @@ def _known(name: str | None) -> None:
     read_state().pick(name)
 
 
-def _end_tidily() -> None:
-    """SIGTERM ends the command as Ctrl-C does: what it started is taken away first."""
-    import signal
-
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-
 def _pretended_nodes(
     nodes: int | None, gpus: int | None, cpus: int | None, memory_gib: float | None, gpu_gib: float
 ) -> "list[NodeInventory]":
@@ -125,12 +118,13 @@ def deploy(
         plan(file, overrides)
         return
     with _told():
+        from overstory.orchestrator.interrupts import end_tidily
         from overstory.orchestrator.plan import check_models
         from overstory.orchestrator.spec import load_spec
 
         spec = load_spec(file, overrides or ())
         check_models(spec)
-        _end_tidily()
+        end_tidily()
         # Ray is imported only after file and models have been found good.
         from overstory.orchestrator.deploy import deploy as run
         from overstory.orchestrator.progress import Progress

@@ -13,10 +13,13 @@ from overstory.orchestrator.control import connected
 from overstory.orchestrator.deploy import deploy
 from overstory.orchestrator.errors import UserFault
 from overstory.orchestrator.generate import generate
+from overstory.orchestrator.interrupts import end_tidily
 from overstory.orchestrator.inventory import local_gpu_memory
+from overstory.orchestrator.plan import check_models
 from overstory.orchestrator.progress import Progress
 from overstory.orchestrator.spec import DeploymentSpec, load_spec
 from overstory.orchestrator.state import DeploymentRecord
+from overstory.workers.tree_policy import TreePolicy
 
 PROMPT = '''def binary_search(items, wanted):
     """Index of wanted in the sorted list items, or -1."""
@@ -25,16 +28,26 @@ DEPLOY_TIMEOUT_S = 600.0
 _ON_ONE_GPU = ("resources.device=cuda", "engine.tp_size=1")
 
 
+_CUDA_IS_NEW = "DDTREE has not yet been run on CUDA; CUDA graphs and kernels are to come"
+
+
 def _spec(file: Path, device: str) -> DeploymentSpec:
     if device == "cuda":
+        print(f"Going on with one GPU rank: {_CUDA_IS_NEW}.")
         return load_spec(file, _ON_ONE_GPU)
     if local_gpu_memory():
-        print("This machine has a GPU; `make demo DEVICE=cuda` uses it. Going on with CPU ranks.")
+        print(f"This machine has a GPU. Going on with CPU ranks all the same: {_CUDA_IS_NEW}.")
     return load_spec(file)
 
 
-def _show_gain(record: DeploymentRecord, policy: str) -> None:
-    """Measures plain decoding against `policy` on a few held-out prompts and prints both."""
+def _show_gain(record: DeploymentRecord, started_with: TreePolicy) -> None:
+    """Measures plain decoding against the deployment's policy on held-out prompts, prints both."""
+    if started_with.mode == "plain":
+        print(
+            "Nothing to compare: this deployment does not speculate (no drafter, or tree.budget 0)."
+        )
+        return
+    policy = str(started_with)
     settings = BenchSettings(
         modes=("plain", policy),
         prompts=4,
@@ -55,20 +68,13 @@ def _show_gain(record: DeploymentRecord, policy: str) -> None:
     )
 
 
-def demo(file: Path, device: str) -> None:
-    """Deploy, complete, measure.
-
-    Raises:
-        UserFault: something of it could not be done.
-    """
-    spec = _spec(file, device)
-    progress = Progress(sys.stdout)
-    record = deploy(spec, progress, DEPLOY_TIMEOUT_S)
-    print(f"\nReady after {progress.seconds:.0f} s. A completion, streamed through the endpoint:\n")
+def _present(record: DeploymentRecord, policy: TreePolicy, seconds: float) -> None:
+    """Completes, measures and says what can be done next."""
+    print(f"\nReady after {seconds:.0f} s. A completion, streamed through the endpoint:\n")
     print(PROMPT, end="", flush=True)
     generate(PROMPT, {"max_tokens": 96, "temperature": 0.0}, record.name, None, chat=False)
     print("\nWhat speculation gains here:\n", flush=True)
-    _show_gain(record, f"{'spine' if spec.tree.spine_first else 'tree'}-{spec.tree.budget}")
+    _show_gain(record, policy)
     print(
         f"\nThe endpoint stays up at {record.endpoint} (OpenAI-compatible). Try:\n"
         f"  .venv/bin/overstory generate 'class Stack:' --temperature 0.7 --seed 1\n"
@@ -77,16 +83,37 @@ def demo(file: Path, device: str) -> None:
     )
 
 
+def demo(file: Path, device: str) -> None:
+    """Deploy, complete, measure.
+
+    Raises:
+        UserFault: something of it could not be done, or it was interrupted once it was up.
+    """
+    spec = _spec(file, device)
+    policy = check_models(spec).policy
+    progress = Progress(sys.stdout)
+    record = deploy(spec, progress, DEPLOY_TIMEOUT_S)
+    try:
+        _present(record, policy, progress.seconds)
+    except (KeyboardInterrupt, SystemExit) as signal:  # Ray turns SIGTERM into SystemExit.
+        raise UserFault(
+            f"interrupted; the endpoint stays up at {record.endpoint}, `make down` takes it away"
+        ) from signal
+
+
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     given = parser.parse_args()
+    end_tidily()
     try:
         demo(given.file, given.device)
     except UserFault as fault:
         sys.exit(f"error: {fault}")
+    except KeyboardInterrupt:  # While a Ray was looked for or started: that is taken away again.
+        sys.exit("error: interrupted")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,126 @@
+"""`make demo`: what it compares, what it says of GPUs, and how it ends when it is told to."""
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from overstory.orchestrator import demo
+from overstory.orchestrator.errors import UserFault
+from overstory.orchestrator.spec import load_spec
+
+FILE = Path(__file__).parents[2] / "clusters/local/deployment.yaml"
+ENDPOINT = "http://127.0.0.1:8000"
+
+
+class _Stage:
+    """Stands in for everything that would start or ask a deployment; notes what is measured."""
+
+    def __init__(self) -> None:
+        self.modes: list[tuple[str, ...]] = []
+        self.overrides: tuple[str, ...] = ()
+        self.generate_ends: BaseException | None = None
+
+    def deploy(self, spec: Any, *_: Any) -> Any:
+        return SimpleNamespace(name=spec.name, endpoint=ENDPOINT)
+
+    def load_spec(self, file: Path, overrides: tuple[str, ...] = ()) -> Any:
+        return load_spec(file, (*overrides, *self.overrides))
+
+    def generate(self, *_: Any, **__: Any) -> None:
+        if self.generate_ends is not None:
+            raise self.generate_ends
+
+    def measure(self, _: Any, settings: Any, __: Any) -> Any:
+        self.modes.append(settings.modes)
+        return settings.modes
+
+    def summarise(self, modes: tuple[str, ...]) -> list[dict[str, Any]]:
+        return [{"mode": mode, "tokens_per_forward": 2.0, "speedup": 1.5} for mode in modes]
+
+    def connected(self, _: str) -> Any:
+        return nullcontext()
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> _Stage:
+    stage = _Stage()
+    for name in ("deploy", "load_spec", "generate", "measure", "summarise", "connected"):
+        monkeypatch.setattr(demo, name, getattr(stage, name))
+    monkeypatch.setattr(demo, "render_rows", str)
+    monkeypatch.setattr(demo, "local_gpu_memory", list)
+    return stage
+
+
+@pytest.fixture
+def terminated() -> Iterator[None]:
+    """Leaves the process's handler of SIGTERM as it was."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "policy"),
+    [
+        ((), "tree-31"),
+        (("tree.budget=7",), "chain"),
+        (("tree.budget=15", "tree.spine_first=true"), "spine-15"),
+    ],
+)
+def test_the_policy_that_it_starts_with_is_compared(
+    stage: _Stage, overrides: tuple[str, ...], policy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage.overrides = overrides
+    demo.demo(FILE, "cpu")
+    assert stage.modes == [("plain", policy)]
+    assert f"With {policy} a forward" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("overrides", [("tree.budget=0",), ("tree.budget=0", "drafter=null")])
+def test_without_speculation_there_is_nothing_to_compare(
+    stage: _Stage, overrides: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage.overrides = overrides
+    demo.demo(FILE, "cpu")
+    assert stage.modes == []
+    assert "Nothing to compare" in capsys.readouterr().out
+
+
+def test_a_gpu_is_not_advertised(
+    stage: _Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "local_gpu_memory", lambda: [80e9])
+    demo.demo(FILE, "cpu")
+    said = capsys.readouterr().out
+    assert "not yet been run on CUDA" in said
+    assert "DEVICE=cuda" not in said
+    demo.demo(FILE, "cuda")
+    assert "not yet been run on CUDA" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("terminated")
+def test_sigterm_during_the_deployment_ends_it_as_ctrl_c_does(
+    stage: _Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deploy(*_: Any) -> Any:
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(demo, "deploy", deploy)
+    monkeypatch.setattr(sys, "argv", ["demo", str(FILE)])
+    with pytest.raises(SystemExit) as ended:
+        demo.main()
+    assert ended.value.code == "error: interrupted"
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), SystemExit(15)])
+def test_an_interrupt_once_it_is_up_says_what_stays(stage: _Stage, end: BaseException) -> None:
+    stage.generate_ends = end
+    with pytest.raises(UserFault, match=f"stays up at {ENDPOINT}, `make down`"):
+        demo.demo(FILE, "cpu")
