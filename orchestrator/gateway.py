@@ -75,7 +75,11 @@ class Gateway:
             spec.served_model_name,
             load_tokenizer(model_dir, bool(spec.engine.get("trust_remote_code"))),
             self._backend,
-            Admission(gateway.max_concurrent_requests * spec.replicas, gateway.max_queued_requests),
+            Admission(
+                gateway.max_concurrent_requests * spec.replicas,
+                gateway.max_queued_requests,
+                largest=gateway.max_concurrent_requests,  # as few as one replica may be left
+            ),
             Readiness(self._prove, self._look),
             ServiceLimits(context, context - 1, gateway.request_timeout_s),
         )
@@ -89,7 +93,7 @@ class Gateway:
         return app
 
     async def snapshot(self) -> dict[str, Any]:
-        """What runs here, for status and tests."""
+        """What runs here, for status and tests: `running` sequences, `queued` requests."""
         service = self._service
         return {
             "ready": service.readiness.ready,
@@ -120,7 +124,7 @@ class Gateway:
         await self._service.prove()
 
     async def _look(self) -> None:
-        """A replica answers; as many requests may run as the present replicas take."""
+        """A replica answers; as many sequences may run as the present replicas take."""
         await self._backend.limits()
         self._service.admission.set_max_concurrent(
             self._per_replica * await self._backend.replicas()

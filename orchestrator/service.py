@@ -62,7 +62,7 @@ class Job:
 
 
 class RunningRequest:
-    """A request that holds a slot. Iterate `pieces` once, then `aclose`, whatever happened."""
+    """A request that holds its slot. Iterate `pieces` once, then `aclose`, whatever happened."""
 
     def __init__(self, generation: Generation, slot: Slot, service: "EndpointService") -> None:
         self._generation = generation
@@ -116,13 +116,8 @@ class EndpointService:
 
     async def plan_completion(self, request: CompletionRequest) -> Job:
         """Check and tokenize `POST /v1/completions`."""
-        self._check_servable(request)
         prompts = request.prompts
-        if len(prompts) * request.n > MAX_CHOICES:
-            raise openai_errors.invalid(
-                f"{len(prompts)} prompts with n={request.n} make more than {MAX_CHOICES} choices",
-                "n",
-            )
+        self._check_servable(request, len(prompts))
         ids = [await self._prompt_ids(prompt) for prompt in prompts]
         prefixes: list[str] = []
         if request.echo:
@@ -135,7 +130,7 @@ class EndpointService:
 
     async def plan_chat(self, request: ChatCompletionRequest) -> Job:
         """Check, render and tokenize `POST /v1/chat/completions`."""
-        self._check_servable(request)
+        self._check_servable(request, 1)
         messages = [message.for_template() for message in request.messages]
         try:
             text = self._tokenizer.render_chat(messages, **request.chat_template_kwargs)
@@ -154,7 +149,7 @@ class EndpointService:
         deadline_s = asyncio.get_running_loop().time() + self.limits.request_timeout_s
         try:
             async with asyncio.timeout_at(deadline_s):
-                slot = await self.admission.acquire()
+                slot = await self.admission.acquire(len(job.plans))
         except (QueueFull, TimeoutError) as error:
             raise self.api_error(error) from error
         generation = Generation(
@@ -213,17 +208,33 @@ class EndpointService:
                 logger.error("a request failed", exc_info=error)
                 return openai_errors.internal(f"{type(error).__name__}: {error}")
 
-    def _check_servable(self, request: GenerationRequest) -> None:
+    def _check_servable(self, request: GenerationRequest, prompts: int) -> None:
         if request.model != self.served_name:
             raise openai_errors.model_not_found(request.model, self.served_name)
+        self._check_choices(prompts, request.n)
         if not self.readiness.ready:
             raise openai_errors.unavailable(
                 f"No replica is ready: {self.readiness.reason}", "not_ready"
             )
         try:
-            self.admission.refuse_if_full()
+            self.admission.refuse_if_full(prompts * request.n)
         except QueueFull as error:
             raise self.api_error(error) from error
+
+    def _check_choices(self, prompts: int, n: int) -> None:
+        """No more than one replica takes: it may be the only one that is left."""
+        if prompts * n > MAX_CHOICES:
+            raise openai_errors.invalid(
+                f"{prompts} prompts with n={n} make more than {MAX_CHOICES} choices", "n"
+            )
+        if prompts * n > self.admission.largest:
+            raise openai_errors.invalid(
+                f"{prompts} prompts with n={n} make {prompts * n} choices; one request may have at "
+                f"most {self.admission.largest} here (gateway.max_concurrent_requests). Send "
+                "several smaller requests.",
+                "n" if n > 1 else "prompt",
+                "too_many_choices",
+            )
 
     async def _prompt_ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         if isinstance(prompt, str):

@@ -88,7 +88,9 @@ class GatewaySpec(_Section):
     """TCP port of the endpoint."""
 
     max_concurrent_requests: int = Field(default=64, ge=1)
-    """Requests in the engine at a time, per replica; the rest wait."""
+    """Sequences in the engine at a time, per replica; the rest wait. A request counts with all its
+    sequences (prompts times `n`, so 1 for most) and starts when there is room for all; one with
+    more than this is answered 400."""
 
     max_queued_requests: int = Field(default=64, ge=0)
     """Requests that may wait; one more is answered 429 with Retry-After."""

@@ -130,6 +130,93 @@ def test_the_limit_follows_the_number_of_replicas() -> None:
     asyncio.run(scenario())
 
 
+def test_a_request_takes_as_many_places_as_it_has_sequences() -> None:
+    async def scenario() -> None:
+        admission = Admission(4, 1)
+        large = await admission.acquire(3)
+        assert admission.running == 3
+        small = await admission.acquire()
+        waiting = asyncio.create_task(admission.acquire(2))
+        await _settle()
+        with pytest.raises(QueueFull, match="4 sequences are running and 1 requests are waiting"):
+            admission.refuse_if_full()
+        small.release()
+        await _settle()
+        assert (admission.running, admission.queued) == (3, 1), "one place is not two"
+        large.release()
+        (await waiting).release()
+        assert (admission.running, admission.queued) == (0, 0)
+
+    asyncio.run(scenario())
+
+
+def test_small_requests_do_not_overtake_a_large_one_that_waits() -> None:
+    async def scenario() -> None:
+        admission = Admission(4, 8)
+        running = [await admission.acquire() for _ in range(4)]
+        order: list[int] = []
+
+        async def wait(sequences: int) -> Slot:
+            slot = await admission.acquire(sequences)
+            order.append(sequences)
+            return slot
+
+        waiting = [asyncio.create_task(wait(sequences)) for sequences in (4, 1, 2)]
+        await _settle()
+        for slot in running:
+            assert order == []
+            slot.release()
+            await _settle()
+        assert (order, admission.running) == ([4], 4)
+        (await waiting[0]).release()
+        await _settle()
+        assert (order, admission.running) == ([4, 1, 2], 3)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("granted", [False, True])
+def test_those_behind_a_large_request_that_leaves_move_up(granted: bool) -> None:
+    async def scenario() -> None:
+        admission = Admission(3, 8)
+        slot = await admission.acquire(2)
+        large = asyncio.create_task(admission.acquire(3))
+        small = asyncio.create_task(admission.acquire(1))
+        await _settle()
+        assert not small.done()
+        if granted:
+            slot.release()
+        large.cancel()
+        await _settle()
+        assert small.done()
+        assert admission.running == (1 if granted else 3)
+        small.result().release()
+        slot.release()
+        assert (admission.running, admission.queued) == (0, 0)
+
+    asyncio.run(scenario())
+
+
+def test_the_limit_never_falls_below_the_largest_request() -> None:
+    async def scenario() -> None:
+        admission = Admission(6, 2, largest=3)
+        assert admission.largest == 3
+        first = await admission.acquire(3)
+        second = await admission.acquire(3)
+        last = asyncio.create_task(admission.acquire(3))
+        await _settle()
+        admission.set_max_concurrent(3)
+        first.release()
+        await _settle()
+        assert not last.done()
+        second.release()
+        (await last).release()
+        with pytest.raises(AssertionError):
+            admission.set_max_concurrent(2)
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(("concurrent", "queued", "key"), [(0, 1, "concurrent"), (1, -1, "queued")])
 def test_senseless_limits_are_refused_by_name(concurrent: int, queued: int, key: str) -> None:
     with pytest.raises(ValueError, match=f"gateway.max_{key}_requests"):

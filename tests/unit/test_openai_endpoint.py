@@ -438,6 +438,41 @@ def test_more_requests_than_may_wait_get_429_and_a_time() -> None:
     play(story, concurrent=2, queued=1)
 
 
+def test_choices_count_towards_the_limit() -> None:
+    async def story(world: World) -> None:
+        world.backend.gate = asyncio.Event()
+        requests = [asyncio.create_task(world.complete(prompt=["a", "b"], n=2)) for _ in range(2)]
+        while world.service.admission.queued < 1 or len(world.backend.calls) < 4:
+            await asyncio.sleep(0)
+        assert len(world.backend.calls) == 4
+        assert (await world.complete()).status_code == 429
+        world.backend.gate.set()
+        assert [(await request).status_code for request in requests] == [200, 200]
+
+    play(story, concurrent=5, queued=1)
+
+
+def test_more_choices_than_can_ever_run_are_refused_at_once() -> None:
+    async def story(world: World) -> None:
+        slot = await world.service.admission.acquire(4)  # all of them
+        cases = (
+            ({"n": 5}, "n"),
+            ({"prompt": ["x"] * 5}, "prompt"),
+            ({"prompt": ["x"] * 3, "n": 2}, "n"),
+        )
+        for fields, param in cases:
+            response = await world.complete(**fields)
+            error = response.json()["error"]
+            assert (response.status_code, error["code"]) == (400, "too_many_choices")
+            assert error["param"] == param
+            assert "gateway.max_concurrent_requests" in error["message"]
+        assert (await world.chat(n=5)).json()["error"]["param"] == "n"
+        slot.release()
+        assert (await world.complete(n=4)).status_code == 200
+
+    play(story, concurrent=4)
+
+
 def test_not_ready_is_503_with_the_reason() -> None:
     async def story(world: World) -> None:
         assert (await world.client.get("/ready")).status_code == 200
