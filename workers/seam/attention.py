@@ -195,8 +195,8 @@ def plan_forward(forward_batch: Any, req_to_token: torch.Tensor) -> ForwardPlan:
     """Reads SGLang's batch into a plan.
 
     In TARGET_VERIFY `seq_lens` excludes the block under verification; in the other modes it
-    includes the rows of this forward. `seq_lens_cpu` is not read: under overlap scheduling it is an
-    upper bound.
+    includes the rows of this forward. `seq_lens_cpu` is not read: a DDTREE step passes the same
+    lengths in it, but SGLang's own DFLASH passes an upper bound (one verify block more).
     """
     mode = forward_batch.forward_mode
     mask = None
