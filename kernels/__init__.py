@@ -3,6 +3,8 @@
 Imported as `overstory.kernels`. Transformers imports a package of another project named `kernels`:
 where the repository root stands on `sys.path` (`python -m ...` from the checkout, a Ray worker that
 inherits the driver's folder), this folder would shadow it, so under that bare name it steps aside.
+`importlib.util.find_spec("kernels")` still finds this folder there: harmless, as the other package
+comes with SGLang, so the name can be imported.
 """
 
 if __name__ == "kernels":
