@@ -79,14 +79,23 @@ class SglangScheduler:
         )
 
     def load(self) -> dict[str, int]:
-        """Running and queued requests and free KV slots. From any thread; may be one step old."""
+        """Running and queued requests; KV slots that are free and that only the prefix cache holds
+        (the rest belong to requests). From any thread; may be one step old."""
         scheduler = self._scheduler
         return {
             "running": len(scheduler.running_batch.reqs),
             "waiting": len(scheduler.waiting_queue),
             "free_slots": int(scheduler.token_to_kv_pool_allocator.available_size()),
+            "cached_slots": self._cached_slots(),
             "max_slots": int(scheduler.max_total_num_tokens),
         }
+
+    def _cached_slots(self) -> int:
+        cache = self._scheduler.tree_cache
+        try:
+            return int(cache.evictable_size())
+        except NotImplementedError:  # Hybrid models' caches count each kind of layer apart.
+            return int(cache.full_evictable_size())
 
     def _request_facts(self, req: Any) -> RequestFacts:
         seen_output, seen_slots = getattr(req, _SEEN, (0, 0))

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import uuid
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -12,7 +13,12 @@ import pytest
 import ray
 from fixtures_endpoint import REAL_START_S, Endpoint, ready, wait_until
 
+from overstory.orchestrator.generation import TokenChunk
+from overstory.orchestrator.journal import GenerateCall
 from overstory.orchestrator.rank_group import CONTROL, NAMESPACE, call
+from overstory.orchestrator.sampling import Sampling
+from overstory.orchestrator.tokenizer import load_tokenizer
+from overstory.workers.tiny.paths import resolve_model
 
 PROMPT = "def add(a, b):\n    "
 
@@ -68,21 +74,32 @@ def test_a_stop_string_ends_the_text_and_the_sequence(real: Endpoint) -> None:
     wait_until(real.idle, 10, "the sequence is gone from the engine")
 
 
+def _committed(endpoint: Endpoint, prompt: list[int], **sampling: Any) -> list[TokenChunk]:
+    """What the replica sends for a greedy sequence: token ids, as the engine commits them."""
+    greedy = Sampling(seed=0, max_new_tokens=20, temperature=0.0, **sampling)
+    replica = endpoint.replica.options(stream=True)
+    return list(replica.generate.remote(GenerateCall(uuid.uuid4().hex, tuple(prompt), greedy)))
+
+
 def test_a_stop_token_ends_the_text(real: Endpoint) -> None:
-    client = openai.OpenAI(base_url=real.url + "/v1", api_key="none", timeout=60)
-    fields: Any = {"model": "tiny", "prompt": PROMPT, "temperature": 0}
-    full = client.completions.create(**fields, max_tokens=20).choices[0].text
-    token = next(
-        token
-        for token in range(5, 4096)
-        if client.completions.create(**{**fields, "prompt": [token]}, max_tokens=1, echo=True)
-        .choices[0]
-        .text.startswith(full[:1])
-    )
-    ended = client.completions.create(
-        **fields, max_tokens=20, extra_body={"stop_token_ids": [token]}
-    ).choices[0]
-    assert full.startswith(ended.text)
+    tokenizer = load_tokenizer(resolve_model(real.spec.model))
+    prompt = tokenizer.encode(PROMPT)
+    ids = [token for chunk in _committed(real, prompt) for token in chunk.ids]
+    full = tokenizer.decode(ids)
+    at = next(at for at in range(3, len(ids) - 1) if ids[at] not in ids[:at])
+    fields: Any = {"prompt": prompt, "max_tokens": 20, "temperature": 0}
+    assert _texts(real, **fields) == [full]
+
+    body = real.post(**fields, stop_token_ids=[ids[at]]).json()
+    text = body["choices"][0]["text"]
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert text == tokenizer.decode(ids[:at])
+    assert full.startswith(text)
+    assert len(text) < len(full)
+    assert body["usage"]["completion_tokens"] == at + 1  # the stop token counts
+    *_, last = _committed(real, prompt, stop_token_ids=(ids[at],))
+    assert (last.finish or {}).items() >= {"type": "stop", "matched": ids[at]}.items()
+    assert last.ids[-1] == ids[at]
 
 
 def test_the_context_can_be_filled_to_its_end_and_not_beyond(real: Endpoint) -> None:
@@ -98,12 +115,18 @@ def test_the_context_can_be_filled_to_its_end_and_not_beyond(real: Endpoint) -> 
         assert refused.json()["error"]["code"] == "context_length_exceeded"
 
 
+def _held_slots(endpoint: Endpoint) -> int:
+    """KV slots of sequences: neither free nor held by the prefix cache alone."""
+    load = endpoint.stats()["load"]
+    return load["max_slots"] - load["free_slots"] - load["cached_slots"]
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_engine_slots(
     real: Endpoint,
     stream: bool,
 ) -> None:
-    wait_until(real.idle)
+    wait_until(lambda: real.idle() and _held_slots(real) == 0)
     body = {
         "model": "tiny", "prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "n": 2,
         "stream": stream,
@@ -116,7 +139,9 @@ def test_a_client_that_leaves_frees_its_engine_slots(
     with socket.create_connection((address.hostname, address.port)) as connection:
         connection.sendall(head.encode() + content)
         wait_until(lambda: real.stats()["running"] == 2, what="the engine has both")
+        wait_until(lambda: _held_slots(real) > 0, what="both have KV slots")
     wait_until(real.idle, 10, "the sequences are gone everywhere")
+    wait_until(lambda: _held_slots(real) == 0, 10, "all their KV slots are given back")
     assert real.snapshot()["ended"]["aborted"] >= 2
 
 
