@@ -187,6 +187,13 @@ class OverstoryEngine(Engine):
         """The rank actors."""
         return self._group
 
+    @property
+    def scheduler_info(self) -> Mapping[str, Any]:
+        """What rank 0's scheduler told of itself at its start, by SGLang's names:
+        `max_req_input_len`, `max_total_num_tokens`, ... (`Scheduler.get_init_info`)."""
+        info: Mapping[str, Any] = self._scheduler_init_result.scheduler_infos[0]
+        return info
+
     def shutdown(self) -> None:
         """Ends the ranks and removes the IPC files. Idempotent; kills nothing but the ranks."""
         if not self._closed.acquire(blocking=False):

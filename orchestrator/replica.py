@@ -48,8 +48,7 @@ class Replica:
         settings = resolve_engine(spec)
         self._engine = launch_engine(rank_plan(spec, name, nodes), settings.server_args)
         self._limits = engine_limits(
-            self._engine._scheduler_init_result.scheduler_infos[0],
-            self._engine.server_args.page_size,
+            self._engine.scheduler_info, self._engine.server_args.page_size
         )
         self._judge = ProgressJudge(stall_limit_s(spec), _SILENCE_S, time.monotonic())
         self._ending = threading.Event()
@@ -78,7 +77,8 @@ class Replica:
 
     async def stats(self) -> dict[str, Any]:
         """`running`: requests that the front half has accepted and not finished; `load`: what rank
-        0's scheduler has in hand (`running`, `waiting`, `free_slots`, `max_slots`)."""
+        0's scheduler has in hand (`running`, `waiting`, and of its KV slots `free_slots`,
+        `cached_slots`, `max_slots`)."""
         async with asyncio.timeout(_ANSWER_S):
             report = await call(self._engine.group.actors[0], CONTROL, "report")
         return {"running": self._engine.running(), "load": report["load"]}

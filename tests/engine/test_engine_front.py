@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from sglang.srt.entrypoints.engine import SchedulerInitResult
 
 from overstory.orchestrator import engine_front
 from overstory.orchestrator.engine_errors import EngineBusy, EngineDead, RankDeath, RequestRefused
@@ -57,6 +58,12 @@ def test_after_a_death_every_abort_is_that_death(engine: engine_front.OverstoryE
     with pytest.raises(EngineDead, match="rank 1 died") as caught:
         engine._as_step(chunk([], {"type": "abort", "message": "a rank died"}))
     assert caught.value.death == DEATH
+
+
+def test_it_tells_what_rank_0_s_scheduler_can_take(engine: engine_front.OverstoryEngine) -> None:
+    infos = [{"max_req_input_len": 90}, {"max_req_input_len": 80}]
+    engine._scheduler_init_result = SchedulerInitResult(scheduler_infos=infos)
+    assert engine.scheduler_info == {"max_req_input_len": 90}
 
 
 @pytest.mark.parametrize(
