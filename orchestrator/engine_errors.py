@@ -19,7 +19,8 @@ class RankDeath:
     """The first rank of a replica that died, as far as it can be told.
 
     Attributes:
-        rank: tensor-parallel rank.
+        rank: tensor-parallel rank; None if no rank is known to have died, but what watches over
+            them failed.
         cause: one line for a person.
         exit_code: None if unknown (killed from outside: the kernel's OOM killer, `kill -9`).
         phase: what the rank was doing.
@@ -29,7 +30,7 @@ class RankDeath:
         others: what was found of the other ranks at that moment, by rank.
     """
 
-    rank: int
+    rank: int | None
     cause: str
     exit_code: int | None = None
     phase: str = "unknown"
@@ -40,8 +41,9 @@ class RankDeath:
 
     def __str__(self) -> str:
         code = "unknown" if self.exit_code is None else str(self.exit_code)
+        who = "the replica's watcher" if self.rank is None else f"rank {self.rank}"
         lines = [
-            f"rank {self.rank} died (exit code {code}, phase {self.phase}, "
+            f"{who} died (exit code {code}, phase {self.phase}, "
             f"forward {self.forwards}): {self.cause}"
         ]
         lines += [f"  rank {rank}: {state}" for rank, state in sorted(self.others.items())]

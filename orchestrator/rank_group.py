@@ -20,6 +20,7 @@ import contextlib
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -238,22 +239,38 @@ class RankGroup:
             raise EngineDead(death) from error
 
     def _watch(self, on_death: Callable[[RankDeath], None]) -> None:
-        """Runs until a rank is lost or `end` is called."""
+        """Runs until a rank is lost or `end` is called. Never ends in silence."""
+        try:
+            death = self._await_loss()
+        except BaseException as error:  # SystemExit would end this thread without a word.
+            logger.exception("watching the ranks of %s failed", self.plan.replica)
+            cause = f"watching the ranks failed: {type(error).__name__}: {error}"
+            detail = "".join(traceback.format_exception(error))
+            death = RankDeath(rank=None, cause=cause, phase="watching", detail=detail)
+        if death is None or self._ending.is_set():
+            return
+        self._ending.set()
+        try:
+            self._kill_all()
+        except Exception:  # The news matters more: who hears it ends the ranks again.
+            logger.exception("ending the ranks of %s failed", self.plan.replica)
+        on_death(death)
+
+    def _await_loss(self) -> RankDeath | None:
+        """The first loss; None if `end` was called before."""
         last_answer = [time.monotonic()] * len(self.actors)
         probes: dict[Any, int] = {}
         while not self._ending.is_set():
             done, _ = ray.wait(self._loops, num_returns=1, timeout=PROBE_PERIOD_S)
             if self._ending.is_set():
-                return
+                break
             death = self._first_loss(done)
             if death is None:
                 self._probe(probes, last_answer)
                 death = self._unresponsive(last_answer)
             if death is not None:
-                self._ending.set()
-                self._kill_all()
-                on_death(death)
-                return
+                return death
+        return None
 
     def _first_loss(self, done: Sequence[Any]) -> RankDeath | None:
         """The loss to blame. A process that vanished goes before a rank that raised: the others
