@@ -80,7 +80,7 @@ def switch_policy(deployment: str, policy: str, timeout_s: float = POLICY_TIMEOU
     Raises:
         ControlError: refused, or not in force in time.
     """
-    ask_controller(deployment, "set_policy", policy)
+    note = ask_controller(deployment, "set_policy", policy)["note"]
     deadline = time.monotonic() + timeout_s
     while True:
         ranks = steered_ranks(ask_controller(deployment, "status"))
@@ -90,5 +90,6 @@ def switch_policy(deployment: str, policy: str, timeout_s: float = POLICY_TIMEOU
             under = sorted({str(rank["policy"]) for rank in ranks}) or ["no rank under lease"]
             raise ControlError(
                 f"policy {policy} not in force after {timeout_s:.0f} s: {', '.join(under)}"
+                + (f" ({note})" if note else "")
             )
         time.sleep(_POLL_S)

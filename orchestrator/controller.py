@@ -2,11 +2,12 @@
 
 ```
 discovery   every DISCOVERY_S  rank actors by name -> new replicas      (also: register)
-replica     until lost         grant what the state says is due
+replica     until lost         attach; grant what the state says is due
                                wait on rank 0 for a reason to report    (a lease due, half a lease
                                run)
                                read the other ranks' reports, compare digests
                                ranks differ -> the rank to blame is ended, with the cause
+                               no answer -> attach again, later and later
 ```
 
 A plain class over a `RankDirectory`; `overstory.orchestrator.controller_actor` makes it an actor.
@@ -30,6 +31,7 @@ from overstory.orchestrator.lease import Command, LeaseRefused, StaleEpoch
 from overstory.orchestrator.rank_directory import RankGone
 from overstory.workers.death_note import EXIT_DIVERGED
 from overstory.workers.digest import explain_difference
+from overstory.workers.tree_policy import TreePolicy
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,8 @@ DISCOVERY_S = 5.0
 REPORT_WAIT_S = 5.0
 CALL_TIMEOUT_S = 10.0
 RETRY_S = 1.0
+RETRY_MAX_S = 15.0
+END_ATTEMPTS = 5
 
 
 class Ranks(Protocol):
@@ -72,6 +76,8 @@ class Controller:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ranks = ranks
+        self._clock = clock
+        self._identity = uuid.uuid4().hex
         self._state = ControllerState(deployment, lease_steps, clock)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._nudges: dict[str, asyncio.Event] = {}
@@ -99,23 +105,37 @@ class Controller:
             self._nudges[replica] = asyncio.Event()
             task = asyncio.get_running_loop().create_task(self._steer(replica))
             self._tasks[replica] = task
-            task.add_done_callback(lambda _: self._tasks.pop(replica, None))
+            task.add_done_callback(lambda done: self._steered(replica, done))
 
-    async def set_policy(self, policy: str) -> dict[str, str]:
+    async def set_policy(self, policy: str) -> dict[str, Any]:
         """Sets the tree policy of all replicas, from their next boundary on.
 
         Returns:
-            `{"policy": policy}`.
+            `policy`; `replicas`, those that have room for it and take it at their next boundary;
+            `awaited`, those that will be asked once they are under lease; `note`, in words what is
+            still open, or empty.
 
         Raises:
             ValueError: not a policy, or one for which a replica's engine has no room; nothing
             changes.
+            TimeoutError: a replica does not say whether it has room; nothing changes.
         """
+        TreePolicy.parse(policy)
+        checked = []
         for name in self._state.leased():
-            await self._rank(name, 0, "check_policy", policy)
+            with contextlib.suppress(RankGone):  # Whoever steers it finds out too.
+                await self._rank(name, 0, "check_policy", policy)
+                checked.append(name)
         self._state.set_policy(policy)
         self._nudge_all()
-        return {"policy": policy}
+        awaited = self._state.awaited()
+        note = ""
+        if awaited or not checked:
+            note = (
+                f"not in force yet on {', '.join(awaited) or 'any replica: none is under lease'}; "
+                f"{policy} is kept for the next lease, where an engine without room refuses it"
+            )
+        return {"policy": policy, "replicas": checked, "awaited": awaited, "note": note}
 
     async def run_command(
         self, command: Command, replica: str | None = None, timeout_s: float = 60.0
@@ -126,10 +146,12 @@ class Controller:
             the result on each rank, by replica and rank.
 
         Raises:
-            ValueError: unknown replica or command.
+            ValueError: unknown replica or command, or no replica under lease.
             TimeoutError: not carried out everywhere in time.
         """
         names = self._state.leased() if replica is None else [replica]
+        if not names:
+            raise ValueError(f"no replica is under lease: {command.name} would reach none")
         for name in names:
             if name not in self._state.leased():
                 raise ValueError(f"no replica {name!r} under lease, only {self._state.leased()}")
@@ -159,12 +181,20 @@ class Controller:
             await asyncio.sleep(DISCOVERY_S)
 
     async def _steer(self, name: str) -> None:
-        """Follows one replica until it is lost."""
+        """Follows one replica until it is lost or another controller has it."""
+        pause_s = RETRY_S
         try:
-            await self._attach(name)
-            while self._state.phase(name) == "leased":
-                await self._grant_due(name)
-                await self._exchange(name)
+            while self._state.phase(name) == "found":
+                begun = self._clock()
+                try:
+                    await self._follow(name)
+                except TimeoutError as slow:
+                    logger.warning("replica %s: %s", name, slow)
+                    self._state.unreachable(name, str(slow))
+                    if self._clock() - begun > 2 * RETRY_MAX_S:
+                        pause_s = RETRY_S  # It went well for a while.
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, RETRY_MAX_S)
         except RankGone as gone:
             self._state.lost(name, str(gone))
         except StaleEpoch as stale:
@@ -175,15 +205,32 @@ class Controller:
         finally:
             self._ranks.forget(name)
 
+    async def _follow(self, name: str) -> None:
+        """Attaches and steers until the replica is no longer leased, or a call goes unanswered."""
+        await self._attach(name)
+        while self._state.phase(name) == "leased":
+            try:
+                await self._grant_due(name)
+            except StaleEpoch as stale:  # Perhaps through our own, unanswered attach.
+                self._state.unreachable(name, str(stale))
+                await self._attach(name)
+                continue
+            await self._exchange(name)
+
     async def _attach(self, name: str) -> None:
-        """Waits until rank 0 serves, then takes over."""
+        """Waits until rank 0 serves, then takes over.
+
+        Raises:
+            StaleEpoch: another controller has it since this one had.
+        """
         while True:
             with contextlib.suppress(TimeoutError):
                 report = await self._rank(name, 0, "report", 0)
                 if report["phase"] == "serving":
                     break
             await asyncio.sleep(RETRY_S)
-        epoch = await self._rank(name, 0, "attach")
+        held = self._state.epoch(name)
+        epoch = await self._rank(name, 0, "attach", self._identity, held)
         self._state.attached(name, epoch, report["policy"])
 
     async def _grant_due(self, name: str) -> None:
@@ -192,7 +239,8 @@ class Controller:
             return
         try:
             await self._rank(name, 0, "grant", lease)
-        except StaleEpoch:
+        except (TimeoutError, StaleEpoch):
+            self._state.unanswered(name, lease)
             raise
         except (LeaseRefused, ValueError) as refusal:
             self._state.refused(name, lease, str(refusal))
@@ -220,6 +268,7 @@ class Controller:
             try:
                 first = waiting.result()
             except TimeoutError:  # Rank 0 is stopped or overloaded: ask again; health says so.
+                await asyncio.sleep(RETRY_S)
                 return
             await self._read(name, first)
         finally:
@@ -260,9 +309,18 @@ class Controller:
             f"{difference.forward}: {explain_difference(known[0], known[1])}"
         )
         logger.error("replica %s: %s", name, cause)
-        with contextlib.suppress(RankGone, TimeoutError):
-            await self._rank(name, difference.rank, "end", cause, EXIT_DIVERGED)
+        await self._end(name, difference.rank, cause)
         self._state.lost(name, cause)
+
+    async def _end(self, name: str, rank: int, cause: str) -> None:
+        for _ in range(END_ATTEMPTS):
+            try:
+                await self._rank(name, rank, "end", cause, EXIT_DIVERGED)
+            except RankGone:
+                return
+            except TimeoutError:
+                await asyncio.sleep(RETRY_S)
+        logger.error("replica %s: rank %d could not be told to end", name, rank)
 
     # ------------------------------------------------------------------ inside
 
@@ -276,6 +334,11 @@ class Controller:
                 return results
             await self._read(name)
             await asyncio.sleep(RETRY_S / 20)
+
+    def _steered(self, name: str, done: asyncio.Task[None]) -> None:
+        """A task has ended; the replica may have been taken up again by another."""
+        if self._tasks.get(name) is done:
+            del self._tasks[name]
 
     def _nudge_all(self) -> None:
         for nudge in self._nudges.values():

@@ -5,14 +5,17 @@ Per replica:
 ```
         attached                reported*                 divergence
 found ----------> leased ----------------------> leased ------------> condemned
-                    |  replaced: another controller attached           |
-                    +--------------> replaced                          v
-                    |  lost: rank 0 gone                              lost
-                    +--------------> lost
+  ^                 |  replaced: another controller attached           |
+  |                 +--------------> replaced                          v
+  |                 |  lost: a rank gone                              lost
+  |                 +--------------> lost
+  |  unreachable    |                 |  all its ranks found again
+  +-----------------+ <---------------+
 ```
 
-A replica that comes back is another one, with another name: there is no way back from `condemned`,
-`replaced` or `lost`.
+A replica that comes back is another one, with another name. But a loss may be an error of this
+controller or of Ray, so one whose ranks are all found again is taken up again. There is no way back
+from `condemned`, nor from `replaced`: two controllers would take it from each other for ever.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ class ReplicaRecord:
     reported_at: dict[int, float] = field(default_factory=dict)
     rates: dict[int, dict[str, float]] = field(default_factory=dict)
     reason: str = ""
+    condemned: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,13 +89,22 @@ class ControllerState:
     # ------------------------------------------------------------------ events
 
     def found(self, name: str, ranks: int) -> bool:
-        """A replica exists, by registration or by its ranks' names; True if it is new."""
-        if name in self._replicas:
-            return False
+        """A replica exists, by registration or by its ranks' names.
+
+        Returns:
+            whether it is to be followed from now on: it is new, or was taken for lost though all
+            its ranks are there.
+        """
+        known = self._replicas.get(name)
+        if known is not None:
+            if known.phase != "lost" or known.condemned or known.ranks != ranks:
+                return False
+            del self._replicas[name]
         now = self._clock()
         self._replicas[name] = ReplicaRecord(
             name,
             ranks,
+            epoch=known.epoch if known is not None else 0,
             digests=DigestComparison(ranks),
             judges=[ProgressJudge(STALL_S, SILENCE_S, now) for _ in range(ranks)],
         )
@@ -105,9 +118,23 @@ class ControllerState:
         """
         replica = self._replicas[name]
         replica.phase, replica.epoch, replica.seq = "leased", epoch, 0
-        replica.granted_policy = None
+        replica.granted_policy, replica.reason = None, ""
         if self._policy is None:
             self._policy = policy
+
+    def unanswered(self, name: str, lease: Lease) -> None:
+        """Whether rank 0 took `lease` is unknown, or it certainly did not: its commands go again.
+
+        Ranks carry a ticket out once, so a command that did arrive does no harm.
+        """
+        replica = self._replicas[name]
+        replica.commands = [*lease.commands, *replica.commands]
+
+    def unreachable(self, name: str, reason: str) -> None:
+        """A control call to rank 0 went unanswered: it must be attached to again."""
+        replica = self._replicas[name]
+        if replica.phase in ("leased", "found"):
+            replica.phase, replica.reason = "found", reason
 
     def reported(self, name: str, reports: Mapping[int, Mapping[str, Any]]) -> Verdict | None:
         """Reports of some ranks came in; a verdict if their digests differ."""
@@ -125,7 +152,7 @@ class ControllerState:
         difference = replica.digests.compare()
         if difference is None or replica.phase == "condemned":
             return None
-        replica.phase = "condemned"
+        replica.phase, replica.condemned = "condemned", True
         replica.reason = (
             f"ranks {difference.other} and {difference.rank} differ at forward {difference.forward}"
         )
@@ -136,8 +163,9 @@ class ControllerState:
         self._leave(name, "replaced", reason)
 
     def lost(self, name: str, reason: str) -> None:
-        """Rank 0 of the replica is gone. A condemned replica keeps its reason."""
-        self._leave(name, "lost", self._replicas[name].reason or reason)
+        """A rank of the replica is gone. A condemned replica keeps its reason."""
+        replica = self._replicas[name]
+        self._leave(name, "lost", replica.reason if replica.condemned else reason)
 
     def set_policy(self, policy: str) -> None:
         """Each replica's next lease supersedes the present one and carries `policy`."""
@@ -196,6 +224,10 @@ class ControllerState:
     def leased(self) -> list[str]:
         """Names of the replicas that this controller steers."""
         return [r.name for r in self._replicas.values() if r.phase == "leased"]
+
+    def awaited(self) -> list[str]:
+        """Names of the replicas that are up but not steered yet, or not at the moment."""
+        return [r.name for r in self._replicas.values() if r.phase == "found"]
 
     def command_results(self, name: str, ticket: str) -> dict[int, Any] | None:
         """Results of a command by rank, or None while some rank has not reported it."""

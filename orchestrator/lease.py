@@ -129,6 +129,7 @@ class LeaseLedger:
         self._clock = clock
         self._mode: Mode = "unmanaged"
         self._epoch = 0
+        self._owner = ""
         self._last_seq = 0
         self._current: Lease | None = None
         self._queued: list[Lease] = []
@@ -138,12 +139,23 @@ class LeaseLedger:
         self._free_steps = 0
         self._lapses = 0
 
-    def attach(self) -> int:
-        """A new controller takes over; leases of the one before are refused from now on.
+    def attach(self, owner: str = "", held: int = 0) -> int:
+        """A controller takes over; leases of any epoch before are refused from now on.
+
+        Args:
+            owner: names the controller beyond doubt.
+            held: the epoch it had, if it attaches again because a call went unanswered; 0 if it
+                comes anew. Who comes again must not take over from who came meanwhile.
 
         Returns:
             its epoch. The present lease and what is queued stay in force until it grants its own.
+
+        Raises:
+            StaleEpoch: `held` is given, but another controller has attached since.
         """
+        if held and owner != self._owner:
+            self._check_epoch(held)
+        self._owner = owner
         self._epoch += 1
         self._last_seq = 0
         return self._epoch

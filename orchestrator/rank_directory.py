@@ -46,15 +46,21 @@ class RankDirectory:
 
         Raises:
             RankGone: there is no such rank any more.
-            TimeoutError: no answer in time; the rank may be busy, stopped or cut off.
+            TimeoutError: no answer in time, or no way to the rank at the moment; it may be busy,
+                stopped or cut off. Whether the call took effect is unknown.
             Exception: whatever the method itself raises.
         """
+        name = rank_name(self._deployment, replica, rank)
         try:
             actor = await self._actor(replica, rank)
             async with asyncio.timeout(timeout_s):  # wait_for of 3.11 can swallow a cancellation.
                 return await call(actor, CONTROL, method, *arguments)
+        except ray.exceptions.ActorUnavailableError as error:  # Ray: it may come back.
+            raise TimeoutError(f"{name} cannot be reached at the moment ({method})") from error
         except (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError) as error:
-            raise RankGone(f"{rank_name(self._deployment, replica, rank)} is gone") from error
+            raise RankGone(f"{name} is gone") from error
+        except TimeoutError as error:
+            raise TimeoutError(f"{name} did not answer {method} in {timeout_s:.0f} s") from error
 
     def forget(self, replica: str) -> None:
         """Drops the handles of a replica."""

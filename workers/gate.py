@@ -143,10 +143,10 @@ class StepGate:
 
     # ------------------------------------------------------------------ control threads
 
-    def attach(self) -> int:
-        """A controller takes over; returns its epoch. Rank 0 only."""
+    def attach(self, owner: str = "", held: int = 0) -> int:
+        """See `LeaseLedger.attach`. Rank 0 only."""
         with self._changed:
-            return self._ledger.attach()
+            return self._ledger.attach(owner, held)
 
     def detach(self, epoch: int) -> None:
         """The controller of `epoch` lets go: the replica runs freely and says so."""

@@ -43,6 +43,8 @@ class FakeReplica:
         self.gone = False
         self.room = {"plain", "chain", "tree-7"}
         self.step_between_reports = False
+        self.slow = {}
+        self.slow_but_done = set()
 
     def launched(self):
         return self.forwards
@@ -95,6 +97,11 @@ class FakeReplica:
     async def call(self, rank, method, *arguments):
         if self.gone:
             raise RankGone("it is gone")
+        if self.slow.get(method, 0) > 0:
+            self.slow[method] -= 1
+            if method in self.slow_but_done:
+                self._obey(method, arguments)
+            raise TimeoutError(f"no answer to {method}")
         if method == "end":
             self.ended, self.gone = (rank, *arguments), True
             raise RankGone("it ends")
@@ -112,8 +119,11 @@ class FakeReplica:
             return None
         if method == "step_facts":
             return self.chains[rank].facts(*arguments)
-        gate_method = {"grant": "offer"}.get(method, method)
-        return getattr(self.gates[rank], gate_method)(*arguments)
+        assert rank == 0
+        return self._obey(method, arguments)
+
+    def _obey(self, method, arguments):
+        return getattr(self.gates[0], {"grant": "offer"}.get(method, method))(*arguments)
 
 
 class FakeRanks:
@@ -302,3 +312,85 @@ async def test_a_controller_that_comes_late_harms_no_replica_older_than_its_link
         assert record["phase"] == "leased", record["reason"]
         assert record["digests_equal_up_to"] > 30
         assert replica.ended is None
+
+
+@in_loop
+@pytest.mark.parametrize("method", ["report", "attach", "grant"])
+@pytest.mark.parametrize("done", [False, True])
+async def test_a_slow_control_call_does_not_drop_the_replica(monkeypatch, method, done):
+    monkeypatch.setattr(module, "RETRY_S", 0.01)
+    replica = FakeReplica()
+    replica.slow = {method: 3}
+    if done and method != "report":
+        replica.slow_but_done = {method}
+    async with controlling(r1=replica) as controller:
+        await lead_when_leased(replica, 20)
+        (record,) = (await controller.status())["replicas"]
+        assert (record["phase"], record["reason"]) == ("leased", "")
+
+
+async def lead_when_leased(replica, steps):
+    await until(lambda: not any(replica.slow.values()), "the slow calls")
+    await until(lambda: replica.gates[0].view().queued, "a lease")
+    await lead(replica, steps)
+
+
+@in_loop
+@pytest.mark.parametrize("done", [False, True])
+async def test_a_command_in_an_unanswered_grant_is_not_lost(monkeypatch, done):
+    monkeypatch.setattr(module, "RETRY_S", 0.01)
+    replica = FakeReplica()
+    async with controlling(lease_steps=1000, r1=replica) as controller:
+        await lead_when_leased(replica, 1)
+        replica.slow = {"grant": 1}
+        replica.slow_but_done = {"grant"} if done else set()
+        task = asyncio.create_task(controller.run_command(Command("standing")))
+        await until(lambda: replica.slow["grant"] == 0, "the slow grant")
+        await until(lambda: replica.step() and task.done(), "the command")
+        assert await task == {"r1": {0: (0, "standing"), 1: (1, "standing")}}
+
+
+@in_loop
+async def test_who_attaches_again_does_not_take_over_from_a_newer_controller(monkeypatch):
+    monkeypatch.setattr(module, "RETRY_S", 0.01)
+    replica = FakeReplica()
+    async with controlling(lease_steps=1000, r1=replica) as first:
+        await lead_when_leased(replica, 1)
+        replica.slow = {"grant": 1}
+        newer = replica.gates[0].attach("newer")
+        await first.set_policy("chain")
+        await until_status(first, "replaced")
+        assert replica.gates[0].view().epoch == newer
+
+
+@in_loop
+async def test_a_replica_taken_for_lost_is_taken_up_again(monkeypatch):
+    monkeypatch.setattr(module, "DISCOVERY_S", 0.02)
+    replica = FakeReplica()
+    async with controlling(r1=replica) as controller:
+        await lead_when_leased(replica, 1)
+        replica.gone = True
+        await until_status(controller, "lost")
+        replica.gone = False
+        await until_status(controller, "leased")
+        assert replica.gates[0].view().epoch == 2
+
+
+@in_loop
+async def test_a_policy_set_while_nothing_is_leased_is_kept_and_said_to_be_open(monkeypatch):
+    monkeypatch.setattr(module, "RETRY_S", 0.01)
+    replica = FakeReplica(phase="weights")
+    async with controlling(r1=replica) as controller:
+        await until(lambda: controller._state.awaited(), "the replica to be found")
+        with pytest.raises(ValueError, match="no-policy"):
+            await controller.set_policy("no-policy")
+        answer = await controller.set_policy("tree-7")
+        assert (answer["replicas"], answer["awaited"]) == ([], ["r1"])
+        assert "not in force yet on r1" in answer["note"]
+        with pytest.raises(ValueError, match="no replica is under lease"):
+            await controller.run_command(Command("standing"))
+        replica.phase = "serving"
+        await lead_when_leased(replica, 1)
+        assert replica.policies == ["tree-7", "tree-7"]
+        answer = await controller.set_policy("chain")
+        assert answer == {"policy": "chain", "replicas": ["r1"], "awaited": [], "note": ""}

@@ -186,3 +186,21 @@ def test_status_gives_rates_between_reports_and_judges_progress(state, clock):
 def test_lease_steps_must_be_positive():
     with pytest.raises(ValueError, match="lease_steps"):
         ControllerState("demo", 0, lambda: 0.0)
+
+
+def test_a_lost_replica_is_taken_up_again_only_with_all_its_ranks(state):
+    name = attached(state, epoch=4)
+    state.lost(name, "gone")
+    assert not state.found(name, 1), "what is left of it"
+    assert state.found(name, 2)
+    assert (state.phase(name), state.epoch(name)) == ("found", 4)
+
+
+def test_a_condemned_replica_is_never_taken_up_again(state):
+    name = attached(state)
+    state.reported(name, {0: report(digests=[(1, "a")]), 1: report(1, digests=[(1, "b")])})
+    state.unreachable(name, "slow")
+    assert state.phase(name) == "condemned"
+    state.lost(name, "its rank was ended")
+    assert not state.found(name, 2)
+    assert "differ at forward 1" in state.status()["replicas"][0]["reason"]

@@ -196,3 +196,14 @@ def test_batches_under_leases_never_exceed_the_steps_granted(events):
                     assert boundary.go == (launched < allowed)
                 if boundary.go:
                     launched += 1
+
+
+def test_attaching_again_keeps_out_of_the_way_of_a_newer_controller():
+    ledger = LeaseLedger(5.0, lambda: 0.0)
+    first = ledger.attach("a")
+    again = ledger.attach("a", held=first)
+    assert again == first + 1
+    newer = ledger.attach("b")
+    with pytest.raises(StaleEpoch, match=f"epoch {again} is over"):
+        ledger.attach("a", held=again)
+    assert ledger.view(0).epoch == newer
