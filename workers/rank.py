@@ -167,7 +167,7 @@ class RankHost:
                 moe_dp_rank=moe_dp_rank,
                 dp_rank=dp_rank,
             )
-        except Exception as error:
+        except BaseException as error:  # SystemExit too: Ray would end the process without a word.
             raise self._failed("building its scheduler", error) from error
         take_names_off()
         self._view = self._hooked.view = SglangScheduler(scheduler)
@@ -184,7 +184,7 @@ class RankHost:
         self._enter("serving")
         try:
             self._view.raw.run_event_loop()
-        except Exception as error:
+        except BaseException as error:  # As in `start`. Ends of our own use os._exit.
             raise self._failed("running its event loop", error) from error
         self._enter("ended")
 
@@ -240,9 +240,9 @@ class RankHost:
         """The facts behind a recent digest, to say what differs."""
         return self._digests.facts(forward)
 
-    def attach(self) -> int:
-        """Rank 0: a controller takes over; returns its epoch."""
-        return self._gate.attach()
+    def attach(self, owner: str = "", held: int = 0) -> int:
+        """Rank 0: a controller takes over; returns its epoch. See `LeaseLedger.attach`."""
+        return self._gate.attach(owner, held)
 
     def detach(self, epoch: int) -> None:
         """Rank 0: the controller of `epoch` lets go; the replica runs on without leases."""
@@ -292,6 +292,8 @@ class RankHost:
         assert self._view is not None
         context = CommandContext(self._rank, self._view)
         for command in lease.commands:
+            if command.ticket in self._command_results:
+                continue  # Granted again, since the first grant's answer did not arrive.
             result = self._commands.carry_out(command.name, context, command.arguments)
             if command.ticket:
                 self._command_results[command.ticket] = result
@@ -305,7 +307,7 @@ class RankHost:
     def _forwards(self) -> int:
         return 0 if self._view is None else self._view.launched()
 
-    def _failed(self, doing: str, error: Exception) -> RankFailed:
+    def _failed(self, doing: str, error: BaseException) -> RankFailed:
         text = "".join(traceback.format_exception(error))
         cause = f"rank {self._rank} failed while {doing}: {type(error).__name__}: {error}"
         diverged = isinstance(error, RanksDiverged)

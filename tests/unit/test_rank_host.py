@@ -1,0 +1,45 @@
+"""A rank's host around a scheduler that is a plain object: what ends its loop leaves a note."""
+
+import pytest
+
+from overstory.orchestrator.lease import Command, Lease
+from overstory.workers.death_note import EXIT_LOOP_FAILED, read_note
+from overstory.workers.rank import RankFailed, RankHost
+
+
+class View:
+    def __init__(self, error=None):
+        self.error = error
+        self.raw = self
+
+    def launched(self):
+        return 7
+
+    def run_event_loop(self):
+        raise self.error
+
+
+@pytest.fixture
+def host(tmp_path):
+    return RankHost(0, "cpu", note_folder=str(tmp_path))
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), BaseException("odd"), RuntimeError("no memory")])
+def test_whatever_ends_the_loop_leaves_a_note(host, tmp_path, error):
+    host._view = View(error)
+    with pytest.raises(RankFailed, match=type(error).__name__):
+        host.run_loop()
+    (path,) = tmp_path.glob("*.json")
+    note = read_note(path)
+    assert (note.exit_code, note.phase, note.forwards) == (EXIT_LOOP_FAILED, "serving", 7)
+    assert type(error).__name__ in note.cause
+    assert host.phase()["phase"] == "failed"
+
+
+def test_a_command_granted_twice_is_carried_out_once(host, monkeypatch):
+    carried = []
+    host._view = View()
+    monkeypatch.setattr(host._commands, "carry_out", lambda name, *_: carried.append(name))
+    for seq in (1, 2):
+        host._begin_lease(Lease(1, seq, 4, "plain", (Command("standing", ticket="t"),)))
+    assert carried == ["standing"]
