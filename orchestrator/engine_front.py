@@ -264,7 +264,7 @@ class OverstoryEngine(Engine):
         message = str(reason.get("message", "aborted by the engine"))
         if status == HTTPStatus.BAD_REQUEST:
             raise RequestRefused(message)
-        if status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.INTERNAL_SERVER_ERROR):
+        if status == HTTPStatus.SERVICE_UNAVAILABLE:
             raise EngineBusy(message)
 
     def _raise_if_dead(self) -> None:

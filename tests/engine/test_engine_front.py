@@ -43,7 +43,7 @@ def test_an_echoed_abort_does_not_repeat_the_last_id(engine: engine_front.Overst
 
 @pytest.mark.parametrize(
     ("status", "error"),
-    [(400, RequestRefused), (503, EngineBusy), (500, EngineBusy)],
+    [(400, RequestRefused), (503, EngineBusy)],
 )
 def test_aborts_by_the_scheduler_say_what_to_do(
     engine: engine_front.OverstoryEngine, status: int, error: type[Exception]
@@ -51,6 +51,14 @@ def test_aborts_by_the_scheduler_say_what_to_do(
     reason = {"type": "abort", "message": "why", "status_code": status}
     with pytest.raises(error, match="why"):
         engine._as_step(chunk([], reason))
+
+
+def test_an_abort_that_is_the_engine_s_own_fault_is_handed_on(
+    engine: engine_front.OverstoryEngine,
+) -> None:
+    """Not as busy: out of KV slots with nothing left to retract will be so next time as well."""
+    reason = {"type": "abort", "message": "out of memory", "status_code": 500}
+    assert engine._as_step(chunk([], reason))["finish_reason"] == reason
 
 
 def test_after_a_death_every_abort_is_that_death(engine: engine_front.OverstoryEngine) -> None:
