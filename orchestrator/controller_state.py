@@ -117,6 +117,8 @@ class ControllerState:
         the one it finds.
         """
         replica = self._replicas[name]
+        if replica.phase != "found":  # Condemned while the call was under way.
+            return
         replica.phase, replica.epoch, replica.seq = "leased", epoch, 0
         replica.granted_policy, replica.reason = None, ""
         if self._policy is None:

@@ -200,6 +200,7 @@ def test_a_condemned_replica_is_never_taken_up_again(state):
     name = attached(state)
     state.reported(name, {0: report(digests=[(1, "a")]), 1: report(1, digests=[(1, "b")])})
     state.unreachable(name, "slow")
+    state.attached(name, 2, "chain")
     assert state.phase(name) == "condemned"
     state.lost(name, "its rank was ended")
     assert not state.found(name, 2)
