@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 import pytest
 from leftovers import wait_until
-from live_engine import LiveEngine
+from live_engine import PROMPT, LiveEngine
 
 from overstory.orchestrator.lease import Command, Lease, LeaseRefused, StaleEpoch
 
@@ -180,13 +180,17 @@ def test_a_late_lease_delays_a_stream_but_does_not_end_it(free: LiveEngine) -> N
 
 
 def test_closing_a_stream_aborts_it_in_the_engine(free: LiveEngine) -> None:
-    before = free.ask(0, "report", NO_DIGESTS)["load"]["free_slots"]
+    before = [report["load"] for report in free.reports(NO_DIGESTS)]
     stream = free.stream(STREAM_TOKENS)
     stream.wait_for(4)
     stream.cancel()
     wait_until(lambda: idle(free), 30, "the request to be gone")
-    after = free.ask(0, "report", NO_DIGESTS)["load"]["free_slots"]
-    assert before - after < STREAM_TOKENS, "only its cached prefix may stay"
+    after = [report["load"] for report in free.reports(NO_DIGESTS)]
+    for old, new in zip(before, after, strict=True):
+        assert old["free_slots"] + old["cached_slots"] == old["max_slots"], "idle before"
+        assert new["free_slots"] + new["cached_slots"] == new["max_slots"], "a slot is lost"
+        assert new["cached_slots"] - old["cached_slots"] < len(PROMPT) + STREAM_TOKENS, "it ran on"
+    assert after[0] == after[1]
 
 
 def test_an_idle_replica_does_not_spin(free: LiveEngine) -> None:
