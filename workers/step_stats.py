@@ -27,8 +27,9 @@ class ModeCounters:
         requests: requests verified, summed over the forwards.
         rows: target rows computed, roots and padding included.
         tokens: tokens handed out, the bonus token included.
-        offered_by_depth: requests that had at least one node at depth 1, 2, ...
-        accepted_by_depth: requests whose accepted path reached depth 1, 2, ...
+        offered_by_depth: requests that had at least one node at depth 1, 2, ... and had not ended
+            before it.
+        accepted_by_depth: requests whose accepted path reached depth 1, 2, ... before their end.
         stage_ns: nanoseconds of the rank's own time by stage.
     """
 

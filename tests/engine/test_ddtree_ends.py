@@ -15,6 +15,8 @@ from ddtree_support import (
     server_args,
 )
 
+from overstory.workers.step_stats import STATS
+
 if TYPE_CHECKING:
     from harness import EngineHarness
 
@@ -60,6 +62,11 @@ def _run(
     return ids, reason
 
 
+def _counted(name: str) -> int:
+    """Tokens that steps under this policy have handed out so far."""
+    return int(STATS.snapshot()["verify"].get(name, {"tokens": 0})["tokens"])
+
+
 @pytest.mark.parametrize("name", ["plain", "chain", "tree-31"])
 def test_stop_token_inside_a_path(
     harness: EngineHarness, known: tuple[list[int], Any], name: str
@@ -69,10 +76,12 @@ def test_stop_token_inside_a_path(
         stop = text[end]
         first = text.index(stop)
         params = {"temperature": 0.0, "stop_token_ids": [stop], "max_new_tokens": LENGTH}
+        before = _counted(name)
         ids, reason = _run(harness, known, name, params)
         assert ids == text[: first + 1]
         assert reason["type"] == "stop"
         assert reason["matched"] == stop
+        assert _counted(name) - before == first, "all but the first, which comes from prefill"
 
 
 @pytest.mark.parametrize("name", ["plain", "chain", "tree-31"])
