@@ -4,8 +4,7 @@
 """
 
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import httpx
 import pytest
 import ray
 import scripted_replica
+from leftovers import wait_until
 from ray import serve
 
 from overstory.orchestrator.app import build_app, http_options, replica_deployment, with_gateway
@@ -48,16 +48,6 @@ class Endpoint:
         load = replica.get("load", {})  # a scripted replica has no scheduler
         held = (gateway["running"], gateway["sequences"], replica["running"])
         return not any((*held, load.get("running"), load.get("waiting")))
-
-
-def wait_until(true: Callable[[], bool], timeout_s: float = 20.0, what: str = "") -> float:
-    """Polls; returns the seconds it took. Fails with `what` at the deadline."""
-    begun = time.monotonic()
-    while not true():
-        waited = time.monotonic() - begun
-        assert waited < timeout_s, f"not within {timeout_s:g} s: {what}"
-        time.sleep(0.02)
-    return time.monotonic() - begun
 
 
 def ready(url: str) -> bool:

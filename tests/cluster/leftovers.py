@@ -8,7 +8,9 @@ from pathlib import Path
 import ray
 
 
-def wait_until(true: Callable[[], object], timeout_s: float, what: str) -> float:
+def wait_until(
+    true: Callable[[], object], timeout_s: float = 20.0, what: str = "what was expected"
+) -> float:
     """Polls; seconds it took. Fails with `what` at the deadline."""
     begun = time.monotonic()
     while not true():
