@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from overstory.workers.seam.patches import Patch, hook
+from overstory.workers.seam.portable.gloo import gloo_device_shared, share_gloo_device
 from overstory.workers.seam.portable.moe import moe_forward
 from overstory.workers.seam.portable.norm import rms_norm
 
@@ -133,6 +134,12 @@ def patches() -> list[Patch]:
             "the DFLASH worker calls it on CPU tensors, where torch has no streams",
             _install_record_stream,
             _record_stream_taken,
+        ),
+        Patch(
+            "torch.distributed.distributed_c10d.ProcessGroupGloo",
+            "a thread that polls for each of SGLang's groups: an idle rank uses twice the CPU",
+            share_gloo_device,
+            gloo_device_shared,
         ),
         hook(
             "sglang.srt.model_executor.model_runner.ModelRunner._extend_forward_kwargs",
