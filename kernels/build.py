@@ -188,10 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--simulator", action="store_true", help="build for the CPU instead")
     parser.add_argument("--report", action="store_true", help="registers, spills, shared memory")
     chosen = parser.parse_args(arguments)
-    if chosen.simulator:
-        target = simulator_target()
-    else:
-        target = cuda_target(chosen.arch or _arch_here())
+    target = simulator_target() if chosen.simulator else cuda_target(chosen.arch or _arch_here())
     print(build_library(target))
     if chosen.report and target.is_cuda:
         texts = [(build_object(target, source) / REPORT).read_text() for source in sources()]

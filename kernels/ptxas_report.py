@@ -1,4 +1,4 @@
-"""What ptxas says of each kernel: registers, spills, shared memory that is known at compile time."""
+"""What ptxas says of each kernel: registers, spills, static shared memory."""
 
 from __future__ import annotations
 
