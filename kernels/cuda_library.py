@@ -63,6 +63,17 @@ class KernelLibrary:
         if code:
             raise LaunchError(f"{name}: CUDA error {code} ({self._text_of(code)})")
 
+    def seed_simulator(self, seed: int) -> None:
+        """Choose another order of the simulated threads.
+
+        Raises:
+            KernelError: the library is for a GPU or holds no kernel.
+        """
+        seed_function = getattr(self._loaded, "overstory_sim_seed", None)
+        if seed_function is None:
+            raise KernelError(f"{self.path} has no simulator to seed")
+        seed_function(ctypes.c_uint64(seed))
+
     def _launcher(self, name: str) -> _Launcher:
         if name not in self._launchers:
             raise KernelError(f"no launcher overstory_{name}; the library has {self.names()}")
@@ -71,9 +82,16 @@ class KernelLibrary:
     def _stream(self) -> int:
         return torch.cuda.current_stream().cuda_stream if self.target.is_cuda else 0
 
+    def _simulator_says(self) -> str:
+        function = getattr(self._loaded, "overstory_sim_error", None)
+        if function is None:
+            return "no simulator in this library"
+        function.restype = ctypes.c_char_p
+        return str(function().decode())
+
     def _text_of(self, code: int) -> str:
         if not self.target.is_cuda:
-            return "in the simulator"
+            return self._simulator_says()
         return str(torch.cuda.cudart().cudaGetErrorString(code))
 
 
