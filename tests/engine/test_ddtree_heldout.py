@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,36 @@ NEW = 48
 BATCH = 8
 
 
+KINDS = [
+    None,
+    Sampling(1.0, seed=5),
+    Sampling(0.7, seed=6, top_p=0.9),
+    Sampling(1.2, seed=7, top_k=30, min_p=0.02),
+]
+"""What a mixed batch holds, in turn; None is greedy."""
+
+
+class Wanted:
+    """The oracle's texts of the held-out snippets, each decoded once."""
+
+    def __init__(self, pair: tuple[str, str]) -> None:
+        self._oracle = Oracle.load(*pair)
+        self._texts: dict[tuple[tuple[int, ...], Sampling | None], list[int]] = {}
+
+    def text(self, prompt: list[int], sampling: Sampling | None = None) -> list[int]:
+        key = (tuple(prompt), sampling)
+        if key not in self._texts:
+            self._texts[key] = (
+                self._oracle.greedy(prompt, NEW)
+                if sampling is None
+                else self._oracle.plain(prompt, NEW, sampling).tokens
+            )
+        return self._texts[key]
+
+
 @pytest.fixture(scope="module")
-def oracle(pair: tuple[str, str]) -> Oracle:
-    return Oracle.load(*pair)
+def oracle(pair: tuple[str, str]) -> Wanted:
+    return Wanted(pair)
 
 
 def _prompts(count: int) -> list[list[int]]:
@@ -49,17 +77,16 @@ def _tokens_per_forward(name: str, before: dict[str, Any]) -> float:
 
 
 def _check_greedy(
-    harness: EngineHarness, oracle: Oracle, count: int, policies: tuple[str, ...]
+    harness: EngineHarness, oracle: Wanted, count: int, policies: tuple[str, ...]
 ) -> None:
     prompts = _prompts(count)
-    wanted = [oracle.greedy(prompt, NEW) for prompt in prompts]
-    params = [{"temperature": 0.0, "max_new_tokens": NEW}] * count
+    wanted = [oracle.text(prompt) for prompt in prompts]
+    params = [_params(None)] * count
     gains = {}
     for name in policies:
         before = STATS.snapshot()["verify"]
         got = _in_batches(harness, name, prompts, params)
-        wrong = [i for i in range(count) if got[i] != wanted[i]]
-        assert not wrong, f"{name}: prompts {wrong} differ from the oracle"
+        _check_texts(name, got, wanted)
         gains[name] = _tokens_per_forward(name, before)
     assert gains["plain"] == 1.0
     assert gains["chain"] > 2.0, gains
@@ -67,65 +94,83 @@ def _check_greedy(
         assert gains["tree-31"] > gains["chain"], gains
 
 
-def test_greedy_equals_oracle(engine: Engine, pair: tuple[str, str], oracle: Oracle) -> None:
+def _check_mixed(
+    harness: EngineHarness, oracle: Wanted, count: int, policies: tuple[str, ...]
+) -> None:
+    """Greedy and sampled requests side by side, each with its own seed."""
+    prompts = _prompts(count)
+    chosen = [_own_seed(KINDS[i % len(KINDS)], i) for i in range(count)]
+    wanted = [oracle.text(*each) for each in zip(prompts, chosen, strict=True)]
+    params = [_params(sampling) for sampling in chosen]
+    for name in policies:
+        _check_texts(name, _in_batches(harness, name, prompts, params), wanted)
+
+
+def _own_seed(sampling: Sampling | None, i: int) -> Sampling | None:
+    return sampling and dataclasses.replace(sampling, seed=sampling.seed + i)
+
+
+def _params(sampling: Sampling | None) -> dict[str, Any]:
+    if sampling is None:
+        return {"temperature": 0.0, "max_new_tokens": NEW}
+    return {
+        "temperature": sampling.temperature,
+        "sampling_seed": sampling.seed,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "max_new_tokens": NEW,
+    }
+
+
+def _check_texts(name: str, got: list[list[int]], wanted: list[list[int]]) -> None:
+    wrong = [i for i, texts in enumerate(zip(got, wanted, strict=True)) if texts[0] != texts[1]]
+    assert not wrong, f"{name}: prompts {wrong} differ from the oracle"
+
+
+def test_greedy_equals_oracle(engine: Engine, pair: tuple[str, str], oracle: Wanted) -> None:
     harness = engine(**server_args(pair[1], max_total_tokens=8192))
     _check_greedy(harness, oracle, 16, ("plain", "chain", "tree-31"))
-    prompts = _prompts(3)
-    for prompt in prompts:
-        alone = run_under(harness, "tree-15", [prompt], {"temperature": 0, "max_new_tokens": NEW})
-        assert alone == [oracle.greedy(prompt, NEW)]
+    for prompt in _prompts(3):
+        assert run_under(harness, "tree-15", [prompt], _params(None)) == [oracle.text(prompt)]
 
 
-def test_sampled_equals_oracle(engine: Engine, pair: tuple[str, str], oracle: Oracle) -> None:
+def test_mixed_batches_equal_oracle(engine: Engine, pair: tuple[str, str], oracle: Wanted) -> None:
     """The same noise on both sides: the same tokens, whatever the tree."""
     harness = engine(**server_args(pair[1], max_total_tokens=8192))
-    prompts = _prompts(6)
-    kinds = [
-        Sampling(1.0, seed=5),
-        Sampling(0.7, seed=6, top_p=0.9),
-        Sampling(1.2, seed=7, top_k=30, min_p=0.02),
-    ]
-    chosen = [kinds[i % 3] for i in range(len(prompts))]
-    wanted = [oracle.plain(p, NEW, s).tokens for p, s in zip(prompts, chosen, strict=True)]
-    params = [
-        {
-            "temperature": s.temperature,
-            "sampling_seed": s.seed,
-            "top_k": s.top_k,
-            "top_p": s.top_p,
-            "min_p": s.min_p,
-            "max_new_tokens": NEW,
-        }
-        for s in chosen
-    ]
-    for name in ("plain", "chain", "tree-31"):
-        assert _in_batches(harness, name, prompts, params) == wanted, name
+    _check_mixed(harness, oracle, 8, ("plain", "chain", "tree-31"))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("overlap", [False, True])
-def test_greedy_equals_oracle_on_all_snippets(
-    engine: Engine, pair: tuple[str, str], oracle: Oracle, overlap: bool
+def test_all_snippets_equal_oracle(
+    engine: Engine, pair: tuple[str, str], oracle: Wanted, overlap: bool
 ) -> None:
     harness = engine(
         **server_args(pair[1], max_total_tokens=8192, disable_overlap_schedule=not overlap)
     )
     _check_greedy(harness, oracle, 100, POLICIES)
+    _check_mixed(harness, oracle, 100, ("plain", "chain", "tree-31"))
 
 
 @pytest.mark.full
-def test_greedy_equals_oracle_one_by_one(
-    engine: Engine, pair: tuple[str, str], oracle: Oracle
+def test_all_snippets_one_by_one_equal_oracle(
+    engine: Engine, pair: tuple[str, str], oracle: Wanted
 ) -> None:
     harness = engine(**server_args(pair[1], max_total_tokens=8192))
-    params = {"temperature": 0.0, "max_new_tokens": NEW}
     for i, prompt in enumerate(_prompts(100)):
-        wanted = [oracle.greedy(prompt, NEW)]
         for name in ("chain", "tree-31"):
-            assert run_under(harness, name, [prompt], params) == wanted, (i, name)
+            got = run_under(harness, name, [prompt], _params(None))
+            assert got == [oracle.text(prompt)], (i, name)
 
 
 @pytest.mark.full
-def test_two_ranks_equal_oracle(engine_tp2: Engine, pair: tuple[str, str], oracle: Oracle) -> None:
-    harness = engine_tp2(**server_args(pair[1], max_total_tokens=8192))
+@pytest.mark.parametrize("overlap", [False, True])
+def test_all_snippets_on_two_ranks_equal_oracle(
+    engine_tp2: Engine, pair: tuple[str, str], oracle: Wanted, overlap: bool
+) -> None:
+    harness = engine_tp2(
+        **server_args(pair[1], max_total_tokens=8192, disable_overlap_schedule=not overlap)
+    )
     _check_greedy(harness, oracle, 100, ("plain", "chain", "tree-8", "tree-31", "spine-31"))
+    _check_mixed(harness, oracle, 100, ("chain", "tree-31"))
