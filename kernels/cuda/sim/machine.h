@@ -122,9 +122,7 @@ class Machine {
     va_start(arguments, format);
     std::vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
-    char place[96];
-    std::snprintf(place, sizeof place, "block (%u, %u), thread %d: ", block_.x, block_.y, current_);
-    error_ = std::string(place) + text;
+    error_ = block_name() + ", thread " + std::to_string(current_) + ": " + text;
     switch_context(self().context, main_);
     std::abort();
   }
@@ -295,7 +293,7 @@ class Machine {
     if (error_.empty() && exited_count_ != count_) report_deadlock();
     if (error_.empty() && !(is_poison(shared_ - kRedZone, kRedZone) &&
                             is_poison(shared_ + shared_bytes_, shared_room_ - shared_bytes_))) {
-      error_ = "a thread wrote just outside of the shared memory";
+      error_ = block_name() + ": a thread wrote just outside of the shared memory";
     }
   }
 
@@ -356,9 +354,12 @@ class Machine {
     return index;
   }
 
+  std::string block_name() const {
+    return "block (" + std::to_string(block_.x) + ", " + std::to_string(block_.y) + ")";
+  }
+
   void report_deadlock() {
-    error_ = "deadlock in block (" + std::to_string(block_.x) + ", " + std::to_string(block_.y) +
-             "):";
+    error_ = block_name() + ": deadlock:";
     const Thread* last = nullptr;
     int named = 0;
     for (int i = 0; i < count_ && named < 4; ++i) {
