@@ -62,7 +62,7 @@ class Handler(BaseHTTPRequestHandler):
 def endpoint() -> Iterator[str]:
     Handler.asked = []
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()

@@ -76,11 +76,19 @@ def test_plain_decoding_follows_the_logits(oracle: Oracle, prompts: list[Prompt]
     assert logits.argmax(-1).tolist() == tokens
 
 
-@pytest.mark.parametrize(("nodes", "spine_first"), [(7, True), (8, False), (15, True), (31, False)])
+@pytest.mark.parametrize(
+    ("nodes", "spine_first"),
+    [
+        pytest.param(7, True, marks=pytest.mark.full),
+        pytest.param(8, False, marks=pytest.mark.full),
+        (15, True),
+        (31, False),
+    ],
+)
 def test_speculation_gives_plain_decoding(
     oracle: Oracle, prompts: list[Prompt], nodes: int, spine_first: bool
 ) -> None:
-    for number, prompt in enumerate(prompts[:3]):
+    for number, prompt in enumerate(prompts[:2]):
         for sampling in (Sampling(), Sampling(temperature=1.0, seed=number, top_p=0.95)):
             ids = list(prompt.ids)
             plain = oracle.plain(ids, NEW, sampling)
@@ -90,10 +98,10 @@ def test_speculation_gives_plain_decoding(
 
 
 def test_speculation_pays(oracle: Oracle, prompts: list[Prompt]) -> None:
-    ids = [list(prompt.ids) for prompt in prompts[:6]]
+    ids = [list(prompt.ids) for prompt in prompts[:4]]
     chain = sum(oracle.chain(some, NEW, ignore_eos=True).rounds for some in ids)
     tree = sum(oracle.tree(some, NEW, 31, ignore_eos=True).rounds for some in ids)
-    assert tree < chain < 6 * (NEW - 1) / 2
+    assert tree < chain < len(ids) * (NEW - 1) / 2
 
 
 def test_tree_rows_see_their_path_and_nothing_else(oracle: Oracle, prompts: list[Prompt]) -> None:
