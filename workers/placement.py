@@ -12,6 +12,11 @@ def node_id() -> str:
     return str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
 
 
+def node_address() -> str:
+    """The IP address under which Ray knows this node."""
+    return str(ray.util.get_node_ip_address())
+
+
 def assigned_cuda_ordinal() -> int:
     """CUDA ordinal of the GPU that Ray assigned to this actor; 0 if it assigned none.
 

@@ -28,6 +28,7 @@ from overstory.workers.death_note import EXIT_DIVERGED, EXIT_LOOP_FAILED, EXIT_O
 from overstory.workers.digest import DigestChain, StepFacts
 from overstory.workers.environment import prepare_process
 from overstory.workers.gate import RanksDiverged, StepGate
+from overstory.workers.interfaces import is_loopback, meet_over_network
 from overstory.workers.process_ids import process_start_ticks
 from overstory.workers.scheduler_view import SglangScheduler
 from overstory.workers.shared_names import take_names_off
@@ -152,6 +153,8 @@ class RankHost:
         gpu_id = 0 if self._device == "cpu" else placement.assigned_cuda_ordinal()
         attn_cp_rank, moe_dp_rank, moe_ep_rank = _compute_parallelism_ranks(server_args, rank)
         try:
+            if server_args.dist_init_addr and not is_loopback(server_args.dist_init_addr):
+                meet_over_network(placement.node_address())
             dp_rank = configure_scheduler_process(
                 server_args, gpu_id, rank, attn_cp_rank, moe_dp_rank, moe_ep_rank, 0, None
             )
