@@ -25,6 +25,7 @@ from typing import Any
 import ray
 from sglang.srt.entrypoints.engine import Engine, SchedulerInitResult, init_tokenizer_manager
 from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.load_snapshot import ShmLoadSnapshotReader
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import PortArgs, ServerArgs
@@ -222,6 +223,7 @@ class OverstoryEngine(Engine):
         rank_args = dataclasses.replace(server_args, dist_init_addr=f"{host}:{port_args.nccl_port}")
         manager, templates = self._front(server_args, port_args)
         infos = self._group.start(rank_args, port_args, self._on_progress)
+        _take_load_file_off(manager)
         manager.max_req_input_len = infos[0]["max_req_input_len"]
         manager.on_loop_failure = self._front_failed
         self.tokenizer_manager = manager
@@ -319,6 +321,15 @@ def _fixed_fields(fields: Mapping[str, Any], group: RankGroup) -> dict[str, Any]
                 "remove it"
             )
     return {"log_level": "warning", **fields, **fixed}
+
+
+def _take_load_file_off(manager: FrontManager) -> None:
+    """Takes the name off the file in /dev/shm through which rank 0 tells its load, which SGLang
+    never does: mapped on both sides now, it lives as long as one of them. Over ZMQ it has none."""
+    reader = manager.load_snapshot_reader
+    if isinstance(reader, ShmLoadSnapshotReader):
+        reader.read_all()  # Maps it.
+        Path(reader.path).unlink(missing_ok=True)
 
 
 def _close_manager(manager: FrontManager) -> None:

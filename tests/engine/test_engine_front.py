@@ -1,9 +1,15 @@
 """The front half's own decisions, on bare objects: no ranks, no Ray."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from sglang.srt.entrypoints.engine import SchedulerInitResult
+from sglang.srt.managers.load_snapshot import (
+    LoadSnapshot,
+    ShmLoadSnapshotReader,
+    ShmLoadSnapshotWriter,
+)
 
 from overstory.orchestrator import engine_front
 from overstory.orchestrator.engine_errors import EngineBusy, EngineDead, RankDeath, RequestRefused
@@ -66,6 +72,20 @@ def test_after_a_death_every_abort_is_that_death(engine: engine_front.OverstoryE
     with pytest.raises(EngineDead, match="rank 1 died") as caught:
         engine._as_step(chunk([], {"type": "abort", "message": "a rank died"}))
     assert caught.value.death == DEATH
+
+
+def test_the_file_of_rank_0_s_load_keeps_no_name(tmp_path: Path) -> None:
+    path = tmp_path / "loads.shm"
+    manager = object.__new__(engine_front.FrontManager)
+    manager.load_snapshot_reader = ShmLoadSnapshotReader(str(path), 1)  # Before there is a file.
+    rank = ShmLoadSnapshotWriter(str(path), 1, 0)
+    engine_front._take_load_file_off(manager)
+    assert not path.exists()
+    rank.write(LoadSnapshot(dp_rank=0, num_running_reqs=3))
+    (load,) = manager.load_snapshot_reader.read_all()
+    assert load.num_running_reqs == 3
+    rank.close()
+    manager.load_snapshot_reader.close()
 
 
 def test_it_tells_what_rank_0_s_scheduler_can_take(engine: engine_front.OverstoryEngine) -> None:

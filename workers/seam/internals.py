@@ -534,6 +534,21 @@ FRONT: tuple[Entry, ...] = (
         "auto_create_handle_loop handle_loop generate_request abort_request",
     ),
     Inline(
+        f"{_SRT}.managers.tokenizer_manager.TokenizerManager",
+        "holds the file through which rank 0 tells its load, whose name we take off",
+        "self.load_snapshot_reader = create_load_snapshot_reader(",
+    ),
+    Internal(
+        f"{_SRT}.managers.load_snapshot.ShmLoadSnapshotReader",
+        "that file, mapped by the first reading",
+        "read_all",
+    ),
+    Inline(
+        f"{_SRT}.managers.load_snapshot.ShmLoadSnapshotReader.__init__",
+        "where that file is",
+        "self.path = path",
+    ),
+    Inline(
         f"{_SRT}.managers.tokenizer_manager.TokenizerManager.generate_request",
         "a closed stream aborts its request",
         "self._discard_pending_req_states(obj, request_lifecycles)",
