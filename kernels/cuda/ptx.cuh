@@ -103,6 +103,9 @@ OVERSTORY_DEVICE int atomic_add(int* at, int value) { return atomicAdd(at, value
 OVERSTORY_DEVICE std::uint32_t atomic_add(std::uint32_t* at, std::uint32_t value) {
   return atomicAdd(at, value);
 }
+OVERSTORY_DEVICE std::uint64_t atomic_add(std::uint64_t* at, std::uint64_t value) {
+  return atomicAdd(reinterpret_cast<unsigned long long*>(at), value);
+}
 OVERSTORY_DEVICE int atomic_min(int* at, int value) { return atomicMin(at, value); }
 OVERSTORY_DEVICE void fence_device() { __threadfence(); }
 template <typename T>
@@ -113,6 +116,15 @@ OVERSTORY_DEVICE T load_volatile(const T* at) {
 template <typename T>
 OVERSTORY_DEVICE T load_readonly(const T* at) {
   return __ldg(at);
+}
+
+/// 16 aligned bytes of read-only data that is read once: past the L1 cache.
+OVERSTORY_DEVICE uint4 load_stream(const void* at) {
+  uint4 value;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(__cvta_generic_to_global(at)));
+  return value;
 }
 
 /// Programmatic dependent launch: until all that the kernel before wrote can be seen.
@@ -138,6 +150,17 @@ OVERSTORY_DEVICE float bits_float(std::uint32_t bits) { return __uint_as_float(b
 /// Sum and product that no compiler may contract into a fused multiply-add.
 OVERSTORY_DEVICE float add_rn(float a, float b) { return __fadd_rn(a, b); }
 OVERSTORY_DEVICE float mul_rn(float a, float b) { return __fmul_rn(a, b); }
+OVERSTORY_DEVICE float fma_rn(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+/// The larger one; NaN if one is (fmaxf would return the other).
+OVERSTORY_DEVICE float max_nan(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+/// Upper 64 bits of the product.
+OVERSTORY_DEVICE std::uint64_t multiply_high(std::uint64_t a, std::uint64_t b) {
+  return __umul64hi(a, b);
+}
 /// 2^value with 2 ulp; results below the normal range are 0.
 OVERSTORY_DEVICE float exp2_fast(float value) {
   float result;
@@ -150,6 +173,11 @@ OVERSTORY_DEVICE float log2_fast(float value) {
   return result;
 }
 
+OVERSTORY_DEVICE float f16_to_float(std::uint16_t bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
 OVERSTORY_DEVICE float bf16_to_float(std::uint16_t bits) {
   return __uint_as_float(static_cast<std::uint32_t>(bits) << 16);
 }

@@ -199,6 +199,11 @@ inline std::uint32_t atomic_add(std::uint32_t* at, std::uint32_t value) {
   *at = before + value;
   return before;
 }
+inline std::uint64_t atomic_add(std::uint64_t* at, std::uint64_t value) {
+  const std::uint64_t before = *at;
+  *at = before + value;
+  return before;
+}
 inline void fence_device() {}
 template <typename T>
 T load_volatile(const T* at) {
@@ -208,6 +213,15 @@ T load_volatile(const T* at) {
 template <typename T>
 T load_readonly(const T* at) {
   return *at;
+}
+/// 16 aligned bytes of read-only data that is read once: past the L1 cache.
+inline uint4 load_stream(const void* at, Where where = Where::here()) {
+  if (reinterpret_cast<std::uintptr_t>(at) % 16 != 0) {
+    machine.fail_at("load_stream", where, "address is not 16-byte aligned");
+  }
+  uint4 value;
+  std::memcpy(&value, at, 16);
+  return value;
 }
 inline void pdl_wait() {}
 inline void pdl_launch_dependents() {}
@@ -242,12 +256,32 @@ inline float mul_rn(float a, float b) {
   volatile float product = a * b;
   return product;
 }
+inline float fma_rn(float a, float b, float c) { return std::fma(a, b, c); }
+/// The larger one; NaN if one is (fmaxf would return the other).
+inline float max_nan(float a, float b) { return std::isnan(a) || a > b ? a : b; }
+/// Upper 64 bits of the product.
+inline std::uint64_t multiply_high(std::uint64_t a, std::uint64_t b) {
+  __extension__ typedef unsigned __int128 Wide;
+  return static_cast<std::uint64_t>((static_cast<Wide>(a) * b) >> 64);
+}
 inline float exp2_fast(float value) {
   const float result = std::exp2(value);
   return result < 1.17549435e-38f ? 0.0f : result;
 }
 inline float log2_fast(float value) { return std::log2(value); }
 
+inline float f16_to_float(std::uint16_t bits) {
+  const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+  float value;
+  if (exponent == 31) {
+    value = bits_float(0x7F800000u | static_cast<std::uint32_t>(mantissa) << 13);
+  } else if (exponent == 0) {
+    value = std::ldexp(static_cast<float>(mantissa), -24);
+  } else {
+    value = std::ldexp(static_cast<float>(1024 + mantissa), exponent - 25);
+  }
+  return (bits & 0x8000) != 0 ? -value : value;
+}
 inline float bf16_to_float(std::uint16_t bits) {
   return bits_float(static_cast<std::uint32_t>(bits) << 16);
 }
