@@ -10,7 +10,7 @@ from .tree import Tree
 
 
 class Accepted(NamedTuple):
-    """Outcome of the walk; width = deepest row of the batch + 1."""
+    """Outcome of the walk; width = deepest row of the batch + 1, unless one was asked for."""
 
     rows: torch.Tensor
     """[bs, width] int64, rows of the path from the root (0) on, then -1."""
@@ -22,7 +22,7 @@ class Accepted(NamedTuple):
     """[bs, width] int64, tokens to emit: the accepted drafts, then the bonus, then -1."""
 
 
-def tree_accept(tree: Tree, target_tokens: torch.Tensor) -> Accepted:
+def tree_accept(tree: Tree, target_tokens: torch.Tensor, width: int | None = None) -> Accepted:
     """Follow the target's choices down the tree as far as it was drafted.
 
     From the root: where the target's token at the current row is the token of one of its
@@ -33,9 +33,11 @@ def tree_accept(tree: Tree, target_tokens: torch.Tensor) -> Accepted:
         tree: n rows per request.
         target_tokens: [bs, n] int, the token the target chose after each row; what it holds at
             padding rows does not matter.
+        width: columns of the result instead of as many as the deepest row needs; at most
+            width - 1 drafted rows are accepted, and then the bonus token follows the last.
 
     Raises:
-        ValueError: `target_tokens` has another shape than the tree.
+        ValueError: `target_tokens` has another shape than the tree, or width < 1.
     """
     if target_tokens.shape != tree.tokens.shape:
         raise ValueError(
@@ -43,7 +45,10 @@ def tree_accept(tree: Tree, target_tokens: torch.Tensor) -> Accepted:
             f"the tree has {tuple(tree.tokens.shape)}"
         )
     bs = tree.tokens.shape[0]
-    width = int(tree.depths.max()) + 1 if bs else 1
+    if width is None:
+        width = int(tree.depths.max()) + 1 if bs else 1
+    if width < 1:
+        raise ValueError(f"width is {width}; the root alone needs 1 column")
     paths, emitted = [], []
     requests = zip(
         tree.tokens.tolist(),
@@ -53,7 +58,7 @@ def tree_accept(tree: Tree, target_tokens: torch.Tensor) -> Accepted:
         strict=True,
     )
     for tokens, parents, size, targets in requests:
-        path = _walk(tokens, parents, size, targets)
+        path = _walk(tokens, parents, size, targets)[:width]
         paths.append(path + [-1] * (width - len(path)))
         emitted.append([targets[row] for row in path] + [-1] * (width - len(path)))
     device = tree.tokens.device

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import heapq
 import itertools
 from dataclasses import dataclass
@@ -44,6 +46,21 @@ class Tree:
         """n, rows per request with padding."""
         return int(self.tokens.shape[1])
 
+    @functools.cached_property
+    def first_child(self) -> torch.Tensor:
+        """[bs, n] int64, lowest row whose parent the row is; -1 if none."""
+        rows = torch.arange(self.rows, device=self.parents.device)
+        return _first(self.parents.unsqueeze(1) == rows.unsqueeze(1))
+
+    @functools.cached_property
+    def next_sibling(self) -> torch.Tensor:
+        """[bs, n] int64, lowest later row of the same parent; -1 if none, and for the root.
+
+        The children of a row are its first child and that one's siblings, in row order.
+        """
+        same = self.parents.unsqueeze(2) == self.parents.unsqueeze(1)
+        return _first((same & (self.parents >= 0).unsqueeze(2)).triu(1))
+
 
 def tree_build(
     root_tokens: torch.Tensor,
@@ -58,13 +75,14 @@ def tree_build(
 
     The candidates of a depth are the same below every parent (a block-diffusion drafter gives
     one distribution per depth), so a node is a path of ranks and its score is the sum of the
-    log-probabilities along it, added in float64 from the root on. Order: higher score, then
-    lower depth, then lexicographically lower path of ranks. Candidates of log-probability -inf
-    never enter; where all other paths are used up, the tree is smaller than its budget.
+    log-probabilities along it, added in float32 from the root on. Order: higher score, then
+    lower depth, then lexicographically lower path of ranks. Paths of score -inf never enter;
+    where all others are used up, the tree is smaller than its budget.
 
     Args:
         root_tokens: [bs] int.
-        logprobs: [bs, depth, k] float, descending in k; values above 0 (rounding) count as 0.
+        logprobs: [bs, depth, k] float, taken as float32, descending in k; values above 0
+            (rounding) count as 0.
         token_ids: [bs, depth, k] int, distinct within a depth.
         budgets: drafted nodes per request (root not counted), 0..63; one for all or [bs].
         width: use only the best `width` candidates of each depth.
@@ -81,7 +99,7 @@ def tree_build(
     per_request = _budget_list(budgets, bs)
     width = k if width is None else min(width, k)
     grow = _grow_spine_first if spine_first else _grow_best_first
-    scores = logprobs.double().clamp(max=0.0)[:, :, :width].tolist()
+    scores = logprobs.float().clamp(max=0.0)[:, :, :width].tolist()
     candidates = token_ids.tolist()
     nodes = [
         grow(scores[b], candidates[b], per_request[b]) if depth and width else [] for b in range(bs)
@@ -128,12 +146,12 @@ def _grow_spine_first(
     spine: list[_Node] = []
     score = 0.0
     for row in range(min(budget, len(scores))):
-        step = scores[row][0]
-        if step == float("-inf"):
+        below = _add(score, scores[row][0])
+        if below == float("-inf"):
             break
         frontier.offer(score, 0, row + 1, 1, row)  # a path of ranks 0 is the number 0
         spine.append((row, row + 1, 0, tokens[row][0]))
-        score += step
+        score = below
     return frontier.take(budget, spine)
 
 
@@ -157,12 +175,11 @@ class _Frontier:
     ) -> None:
         if depth > len(self.scores) or rank >= self.base:
             return
-        step = self.scores[depth - 1][rank]
-        if step == float("-inf"):
+        score = _add(parent_score, self.scores[depth - 1][rank])
+        if score == float("-inf"):
             return
-        key = -(parent_score + step)
         path = parent_path * self.base + rank
-        heapq.heappush(self.heap, (key, depth, path, rank, parent, parent_score))
+        heapq.heappush(self.heap, (-score, depth, path, rank, parent, parent_score))
 
     def take(self, budget: int, nodes: list[_Node]) -> list[_Node]:
         """Append the best nodes to `nodes` (rows 1..len are taken already) up to `budget`."""
@@ -172,6 +189,22 @@ class _Frontier:
             self.offer(parent_score, path // self.base, depth, rank + 1, parent)
             self.offer(-key, path, depth + 1, 0, len(nodes))
         return nodes
+
+
+def _add(a: float, b: float) -> float:
+    """Sum of two float32 numbers, rounded to float32.
+
+    The rounding to float64 before it changes nothing: 53 bits are more than twice 24 and one.
+    """
+    return ctypes.c_float(a + b).value
+
+
+def _first(flags: torch.Tensor) -> torch.Tensor:
+    """Index of the first true of the last dimension, -1 if there is none."""
+    if flags.shape[-1] == 0:
+        return torch.full(flags.shape[:-1], -1, dtype=torch.int64, device=flags.device)
+    first = flags.view(torch.uint8).argmax(dim=-1)  # the first of equal maxima
+    return torch.where(flags.any(dim=-1), first, -1)
 
 
 def _check_candidates(

@@ -65,6 +65,28 @@ def test_walk_against_a_naive_one(case: tuple[Tree, torch.Tensor]) -> None:
         assert int(accepted.bonus[b]) == emitted[-1]
 
 
+@settings(max_examples=60, deadline=None)
+@given(verified(), st.integers(1, 25))
+def test_a_given_width_pads_or_ends_the_walk(case: tuple[Tree, torch.Tensor], width: int) -> None:
+    tree, targets = case
+    whole, cut = tree_accept(tree, targets, width=25), tree_accept(tree, targets, width=width)
+    assert cut.rows.shape == cut.tokens.shape == (len(tree.sizes), width)
+    assert torch.equal(cut.lengths, whole.lengths.clamp(max=width - 1))
+    for b, length in enumerate(cut.lengths.tolist()):
+        assert cut.rows[b].tolist() == whole.rows[b, : length + 1].tolist() + [-1] * (
+            width - 1 - length
+        )
+        emitted = whole.tokens[b, : length + 1].tolist()
+        assert cut.tokens[b].tolist() == emitted + [-1] * (width - 1 - length)
+        assert int(cut.bonus[b]) == int(targets[b, int(cut.rows[b, length])]) == emitted[-1]
+
+
+def test_a_width_has_room_for_the_root() -> None:
+    tree = chain_tree(torch.tensor([9]), torch.tensor([[4]]))
+    with pytest.raises(ValueError, match="width is 0"):
+        tree_accept(tree, torch.tensor([[4, 5]]), width=0)
+
+
 @settings(max_examples=100, deadline=None)
 @given(verified(), st.randoms(use_true_random=False))
 def test_compaction_against_a_copy(case: tuple[Tree, torch.Tensor], random: Random) -> None:

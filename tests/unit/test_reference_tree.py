@@ -1,6 +1,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,11 +17,11 @@ def brute_force(scores: list[list[float]], budget: int, spine_first: bool) -> li
     paths = []
     for length in range(1, len(scores) + 1):
         for path in itertools.product(range(len(scores[0])), repeat=length):
-            score = 0.0
+            score = np.float32(0.0)
             for depth, rank in enumerate(path):
-                score += scores[depth][rank]
+                score = score + np.float32(scores[depth][rank])
             if score > -math.inf:
-                paths.append((-score, length, path))
+                paths.append((-float(score), length, path))
     ordered = [path for _, _, path in sorted(paths)]
     if spine_first:
         spine = [path for path in ordered if not any(path)]
@@ -113,6 +114,41 @@ def test_spine_first_keeps_the_whole_spine_where_best_first_does_not() -> None:
     tree = tree_build(root, logprobs, token_ids, 8, spine_first=True)
     assert tree.parents[0, :7].tolist() == [-1, 0, 1, 2, 3, 4, 5]
     assert tree.tokens[0, 1:7].tolist() == [0, 2, 4, 6, 8, 10]
+
+
+def test_scores_are_sums_in_float32_from_the_root_on() -> None:
+    """1 + 2^-25 + 2^-25 is 1 in float32, in this order: a tie, which the lower rank wins."""
+    tiny = -(2.0**-25)
+    logprobs = torch.tensor([[[-1.0, -1.0], [tiny, 2 * tiny], [tiny, tiny]]])
+    tree = tree_build(torch.tensor([0]), logprobs, torch.zeros(1, 3, 2), 14)
+    assert rank_paths(tree, 0)[:4] == [(0,), (1,), (0, 0), (0, 1)]
+
+
+def test_a_score_that_overflows_ends_its_path() -> None:
+    logprobs = torch.full((1, 3, 1), -2e38)
+    for spine_first in (False, True):
+        tree = tree_build(torch.tensor([0]), logprobs, torch.zeros(1, 3, 1), 9, None, spine_first)
+        assert tree.sizes.tolist() == [2]
+
+
+@settings(max_examples=60, deadline=None)
+@given(candidates(), st.integers(0, 63), st.booleans())
+def test_links_lead_to_the_children_in_row_order(
+    scores: list[list[list[float]]], budget: int, spine_first: bool
+) -> None:
+    logprobs = torch.tensor(scores)
+    roots = torch.zeros(len(scores), dtype=torch.int64)
+    tree = tree_build(roots, logprobs, torch.zeros_like(logprobs), budget, None, spine_first, 64)
+    for b, size in enumerate(tree.sizes.tolist()):
+        for row in range(64):
+            linked, child = [], int(tree.first_child[b, row])
+            while child >= 0:
+                linked.append(child)
+                child = int(tree.next_sibling[b, child])
+            parents = tree.parents[b].tolist()
+            assert linked == [r for r in range(size) if parents[r] == row]
+        assert set(tree.next_sibling[b, size:].tolist()) <= {-1}
+    assert set(tree.next_sibling[:, 0].tolist()) <= {-1}
 
 
 def test_token_id_zero_is_a_token_like_any_other() -> None:
