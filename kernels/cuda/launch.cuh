@@ -19,7 +19,7 @@ namespace overstory {
 /// Lets `Kernel` use more than 48 KB of dynamic shared memory; 0 or an error code.
 template <auto Kernel>
 int raise_shared_limit(std::size_t bytes) {
-  if (bytes > sim::kSharedLimit) return sim::kInvalidValue;
+  if (bytes > sim::kSharedLimit) return sim::machine.refuse("more than 99 KB of shared memory");
   sim::machine.raise_shared_limit(reinterpret_cast<const void*>(Kernel), bytes);
   return 0;
 }
@@ -29,9 +29,9 @@ template <typename... Params, typename... Args>
 int launch(void (*kernel)(Params...), dim3 grid, int threads, std::size_t shared_bytes,
            void* /*stream*/, Args... args) {
   if (grid.x == 0 || grid.y == 0) return 0;
-  if (grid.z != 1 ||
-      !sim::machine.may_use_shared(reinterpret_cast<const void*>(kernel), shared_bytes)) {
-    return sim::kInvalidValue;
+  if (grid.z != 1) return sim::machine.refuse("a grid of three dimensions");
+  if (!sim::machine.may_use_shared(reinterpret_cast<const void*>(kernel), shared_bytes)) {
+    return sim::machine.refuse("more than 48 KB of shared memory without raise_shared_limit");
   }
   return sim::machine.run({grid.x, grid.y}, threads, shared_bytes,
                           [=] { kernel(static_cast<Params>(args)...); });

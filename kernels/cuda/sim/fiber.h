@@ -7,7 +7,10 @@
 #include <cstdint>
 #include <cstdlib>
 
-#if !defined(__x86_64__)
+#if defined(__x86_64__) && !defined(OVERSTORY_SIM_UCONTEXT)
+#define OVERSTORY_SIM_SWITCH 1
+#else
+#define OVERSTORY_SIM_SWITCH 0
 #include <ucontext.h>
 #endif
 
@@ -37,7 +40,7 @@ class Stack {
   char* base_;
 };
 
-#if defined(__x86_64__)
+#if OVERSTORY_SIM_SWITCH
 
 /// Where a suspended fiber goes on: its stack pointer; callee-saved registers lie on the stack.
 struct Context {

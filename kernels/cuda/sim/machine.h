@@ -221,12 +221,7 @@ class Machine {
     std::lock_guard<std::mutex> one_launch(launch_mutex_);
     error_.clear();
     if (threads <= 0 || threads > 1024 || threads % kWarp != 0) {
-      error_ = "a block of " + std::to_string(threads) + " threads; want whole warps, at most 1024";
-      return kInvalidValue;
-    }
-    if (shared_bytes > kSharedLimit) {
-      error_ = std::to_string(shared_bytes) + " bytes of shared memory; at most 101376";
-      return kInvalidValue;
+      return refuse("blocks must be whole warps, at most 1024 threads");
     }
     grid_ = grid;
     count_ = threads;
@@ -251,16 +246,20 @@ class Machine {
     sigaction(SIGSEGV, &before[0], nullptr);
     sigaction(SIGBUS, &before[1], nullptr);
     unmap_shared();
-    if (error_.empty()) return 0;
-    std::fprintf(stderr, "overstory simulator: %s\n", error_.c_str());
-    return kLaunchFailure;
+    return error_.empty() ? 0 : kLaunchFailure;
+  }
+
+  /// A launch that cannot be made.
+  int refuse(const char* reason) {
+    error_ = reason;
+    return kInvalidValue;
   }
 
   const std::string& error() const { return error_; }
   void seed(std::uint64_t value) { seed_ = value; }
 
   void raise_shared_limit(const void* kernel, std::size_t bytes) {
-    raised_.emplace_back(kernel, bytes);
+    if (!may_use_shared(kernel, bytes)) raised_.emplace_back(kernel, bytes);
   }
   bool may_use_shared(const void* kernel, std::size_t bytes) const {
     return bytes <= kSharedDefault ||
@@ -372,21 +371,22 @@ class Machine {
     }
   }
 
-  // Shared memory ends at an unreadable page (but for the rest up to 128 bytes, which is checked
-  // after each block), and the red zone before it is checked too.
+  // Shared memory ends at unreadable pages (but for the rest up to 128 bytes, which is checked
+  // after each block) and begins behind a red zone, checked too, and more unreadable pages.
   static constexpr std::size_t kRedZone = 128;
+  static constexpr std::size_t kGuard = std::size_t{16} << 20;
 
   void map_shared(std::size_t bytes) {
     shared_bytes_ = bytes;
     shared_room_ = (bytes + 127) / 128 * 128;
-    const std::size_t pages = (shared_room_ + kRedZone + kPageBytes - 1) / kPageBytes * kPageBytes;
-    mapped_bytes_ = pages + kPageBytes;
-    void* at = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
+    const std::size_t usable = (shared_room_ + kRedZone + kPageBytes - 1) / kPageBytes * kPageBytes;
+    mapped_bytes_ = kGuard + usable + kGuard;
+    void* at = mmap(nullptr, mapped_bytes_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
                     -1, 0);
     if (at == MAP_FAILED) std::abort();
     mapped_ = static_cast<char*>(at);
-    if (mprotect(mapped_ + pages, kPageBytes, PROT_NONE) != 0) std::abort();
-    shared_ = mapped_ + pages - shared_room_;
+    if (mprotect(mapped_ + kGuard, usable, PROT_READ | PROT_WRITE) != 0) std::abort();
+    shared_ = mapped_ + kGuard + usable - shared_room_;
   }
 
   void unmap_shared() {

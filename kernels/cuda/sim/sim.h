@@ -5,11 +5,11 @@
 //   `overstory::ptx` (ptx.cuh): no threadIdx, no __syncthreads, no `__shared__` (they do not
 //   compile here); shared memory is dynamic, `ptx::shared_memory<T>()`. A `.cu` file holds thin
 //   `extern "C" int overstory_<op>(..., void* stream)` that call `overstory::launch` (launch.cuh).
-//   The simulator's library of them:
-//     g++ -x c++ -std=c++17 -O2 -DOVERSTORY_SIM -fno-strict-aliasing
+//   `overstory.kernels.cuda_library.simulator_library([sources])` compiles and loads it; by hand
+//     g++ -x c++ -std=c++17 -O2 -DOVERSTORY_SIM -fno-strict-aliasing -Wno-unknown-pragmas
 //         -ftrivial-auto-var-init=pattern -Wall -shared -fPIC -Ikernels/cuda
-//   The result of a launcher is 0, or 719 with the reason in `overstory_sim_error()` (and on
-//   stderr). `overstory_sim_seed(n)` chooses another order of threads: run a test under several.
+//   The result of a launcher is 0, or an error code with the reason in `overstory_sim_error()`.
+//   `overstory_sim_seed(n)` chooses another order of threads: run a test under several.
 // What it does
 //   Blocks run one after another in a shuffled order, the threads of a block as fibers on one CPU
 //   thread: a thread runs until a barrier or warp collective, then a seeded random choice goes on.

@@ -250,66 +250,67 @@ __global__ void touch(char* out, int bytes) {
 
 }  // namespace
 
-extern "C" {
-
-int test_reverse(const int* in, int* out, int threads, int synchronised, int in_warp) {
+extern "C" int overstory_test_reverse(const int* values, int* out, int threads, int synchronised,
+                                      int in_warp, void* stream) {
   const std::size_t bytes = 4u * static_cast<unsigned>(threads);
   auto kernel = in_warp ? (synchronised ? reverse_in_warp<true> : reverse_in_warp<false>)
                         : (synchronised ? reverse<true> : reverse<false>);
-  return launch(kernel, 1, threads, bytes, nullptr, in, out);
+  return launch(kernel, 1, threads, bytes, stream, values, out);
 }
 
-int test_copy_sum(const std::uint32_t* in, std::uint32_t* out, int threads, int stages, int wait) {
+extern "C" int overstory_test_copy_sum(const std::uint32_t* rows, std::uint32_t* out, int threads,
+                                       int stages, int wait, void* stream) {
   const std::size_t bytes = 16u * static_cast<unsigned>(threads * stages);
   auto kernel = wait == 0 ? copy_sum<0> : wait == 1 ? copy_sum<1> : copy_sum<4>;
-  return launch(kernel, 1, threads, bytes, nullptr, in, out, stages);
+  return launch(kernel, 1, threads, bytes, stream, rows, out, stages);
 }
 
-int test_broken(int fault, int* out) {
-  return launch(broken, 1, kThreads, 4 * kThreads * 4 + (fault == 7 ? 4 : 0), nullptr, fault, out);
+extern "C" int overstory_test_broken(int fault, int* out, void* stream) {
+  return launch(broken, 1, kThreads, 4 * kThreads * 4 + (fault == 7 ? 4 : 0), stream, fault, out);
 }
 
-int test_butterfly(std::uint32_t* values, int threads, int rounds) {
-  return launch(butterfly, 1, threads, 0, nullptr, values, rounds);
+extern "C" int overstory_test_butterfly(std::uint32_t* values, int threads, int rounds,
+                                        void* stream) {
+  return launch(butterfly, 1, threads, 0, stream, values, rounds);
 }
 
-int test_pass_on(const int* in, int* out, int rounds) {
-  return launch(pass_on, 1, 64, 128, nullptr, in, out, rounds);
+extern "C" int overstory_test_pass_on(const int* values, int* out, int rounds, void* stream) {
+  return launch(pass_on, 1, 64, 128, stream, values, out, rounds);
 }
 
-int test_votes(const std::uint32_t* in, std::uint32_t* out) {
-  return launch(votes, 1, 32, 0, nullptr, in, out);
+extern "C" int overstory_test_votes(const std::uint32_t* values, std::uint32_t* out, void* stream) {
+  return launch(votes, 1, 32, 0, stream, values, out);
 }
 
-int test_matmul(const unsigned char* a, const unsigned char* b, float* d, int kind) {
+extern "C" int overstory_test_matmul(const unsigned char* a, const unsigned char* b, float* d,
+                                     int kind, void* stream) {
   auto kernel = kind == 0   ? matmul<64, false, false>
                 : kind == 1 ? matmul<64, false, true>
                             : matmul<128, true, false>;
-  return launch(kernel, 1, 32, 24 * 128, nullptr, a, b, d);
+  return launch(kernel, 1, 32, 24 * 128, stream, a, b, d);
 }
 
-int test_transpose(const std::uint16_t* a, std::uint32_t* r) {
-  return launch(transpose, 1, 32, 512, nullptr, a, r);
+extern "C" int overstory_test_transpose(const std::uint16_t* a, std::uint32_t* r, void* stream) {
+  return launch(transpose, 1, 32, 512, stream, a, r);
 }
 
-int test_convert(const float* in, std::uint32_t* bf16_pair, std::uint16_t* e4m3_pair, float* back,
-                 int blocks) {
-  return launch(convert, static_cast<unsigned>(blocks), 64, 0, nullptr, in, bf16_pair, e4m3_pair,
+extern "C" int overstory_test_convert(const float* values, std::uint32_t* bf16_pair,
+                                      std::uint16_t* e4m3_pair, float* back, int blocks,
+                                      void* stream) {
+  return launch(convert, static_cast<unsigned>(blocks), 64, 0, stream, values, bf16_pair, e4m3_pair,
                 back);
 }
 
-int test_count_blocks(int* sum, int* seen, int x, int y) {
+extern "C" int overstory_test_count_blocks(int* sum, int* seen, int x, int y, void* stream) {
   return launch(count_blocks, dim3(static_cast<unsigned>(x), static_cast<unsigned>(y)), 32, 0,
-                nullptr, sum, seen);
+                stream, sum, seen);
 }
 
-int test_touch(char* out, int bytes, int raise) {
-  if (raise != 0) {
+extern "C" int overstory_test_touch(char* out, int bytes, int raise_limit, void* stream) {
+  if (raise_limit != 0) {
     if (int error = raise_shared_limit<touch>(static_cast<std::size_t>(bytes)); error != 0) {
       return error;
     }
   }
-  return launch(touch, 1, 32, static_cast<std::size_t>(bytes), nullptr, out, bytes);
+  return launch(touch, 1, 32, static_cast<std::size_t>(bytes), stream, out, bytes);
 }
-
-}  // extern "C"
