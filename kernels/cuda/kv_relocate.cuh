@@ -1,0 +1,86 @@
+// Moves rows between slots in every layer's buffer, in one launch, for any overlap of sources and
+// destinations.
+//
+// A block owns one column slice of one layer for all moves: it reads every source slice into
+// registers, passes one barrier, and only then writes. No other block touches those bytes, so
+// chains, cycles, swaps and sources named more than once need no plan and no order. The price is a
+// bound on the moves of one launch (kMaxMoves), and that a slice is as narrow as the moves are
+// many: 32 bytes, one sector of DRAM, for up to 4,096 moves.
+#pragma once
+
+#include "ptx.cuh"
+
+namespace overstory {
+
+constexpr int kRelocateUnit = 16;             // bytes
+constexpr int kRelocateUnitsPerThread = 8;    // 32 registers
+constexpr int kRelocateMaxUnits = 1024 * kRelocateUnitsPerThread;
+constexpr int kMaxMoves = kRelocateMaxUnits;  // one unit of each row in a block
+
+struct RelocateArgs {
+  void* const* layers;   // [layers] base addresses, 16-byte aligned, not overlapping
+  const void* sources;   // [moves] Slot
+  const void* targets;   // [moves] Slot, distinct where not skipped
+  int* status;           // [1], set to 1 by a slot that is neither -1 nor in the buffers
+  int moves;
+  int row_units;
+  int slice_log2;        // units of one row that a block moves
+  std::int64_t slots;    // rows of a layer
+};
+
+/// Byte offset of row `slot`, -1 for a move that is none: padding, or in place already.
+template <typename Slot>
+__device__ std::int64_t relocate_offset(const RelocateArgs& args, int move, bool of_source) {
+  const auto source =
+      static_cast<std::int64_t>(ptx::load_readonly(static_cast<const Slot*>(args.sources) + move));
+  const auto target =
+      static_cast<std::int64_t>(ptx::load_readonly(static_cast<const Slot*>(args.targets) + move));
+  const bool inside = source >= 0 && source < args.slots && target >= 0 && target < args.slots;
+  if (!inside || source == target) return -1;
+  return (of_source ? source : target) * args.row_units * kRelocateUnit;
+}
+
+/// One block, one thread per move and turn: reports slots outside of the buffers.
+template <typename Slot>
+__device__ void check_slots(const RelocateArgs& args) {
+  for (int move = ptx::thread(); move < args.moves; move += ptx::block_threads()) {
+    const auto source = static_cast<std::int64_t>(static_cast<const Slot*>(args.sources)[move]);
+    const auto target = static_cast<std::int64_t>(static_cast<const Slot*>(args.targets)[move]);
+    const bool padding = source == -1 || target == -1;
+    const bool inside = source >= 0 && source < args.slots && target >= 0 && target < args.slots;
+    if (!padding && !inside) *args.status = 1;
+  }
+}
+
+/// Grid: x = slices of a row, y = layers. Each thread moves `Units` units: unit u of the block is
+/// part u % slice of move u / slice.
+template <typename Slot, int Units>
+__global__ void __launch_bounds__(1024) kv_relocate_kernel(RelocateArgs args) {
+  ptx::pdl_wait();
+  char* layer = static_cast<char*>(args.layers[ptx::block_y()]);
+  const int total = args.moves << args.slice_log2;
+  const int first_part = ptx::block() << args.slice_log2;
+  uint4 held[Units];
+#pragma unroll
+  for (int i = 0; i < Units; ++i) {
+    const int unit = i * ptx::block_threads() + ptx::thread();
+    const int part = first_part + (unit & ((1 << args.slice_log2) - 1));
+    if (unit >= total || part >= args.row_units) continue;
+    const std::int64_t row = relocate_offset<Slot>(args, unit >> args.slice_log2, true);
+    if (row < 0) continue;
+    held[i] = *reinterpret_cast<const uint4*>(layer + row + part * kRelocateUnit);
+  }
+  ptx::sync_block();
+#pragma unroll
+  for (int i = 0; i < Units; ++i) {
+    const int unit = i * ptx::block_threads() + ptx::thread();
+    const int part = first_part + (unit & ((1 << args.slice_log2) - 1));
+    if (unit >= total || part >= args.row_units) continue;
+    const std::int64_t row = relocate_offset<Slot>(args, unit >> args.slice_log2, false);
+    if (row < 0) continue;
+    *reinterpret_cast<uint4*>(layer + row + part * kRelocateUnit) = held[i];
+  }
+  if (ptx::block() == 0 && ptx::block_y() == 0) check_slots<Slot>(args);
+}
+
+}  // namespace overstory
