@@ -1,0 +1,151 @@
+// Rows of logits as warps read them: segments of 1,024 columns, 32 per lane, in 16-byte loads.
+#pragma once
+
+#include <cmath>
+
+#include "ptx.cuh"
+
+namespace overstory {
+
+constexpr int kSegment = 1024;
+constexpr float kLog2E = 1.44269504088896341f;
+constexpr float kLn2 = 0.69314718055994531f;
+constexpr float kInfinity = INFINITY;
+
+/// Codes of the launchers' `logit_type`.
+constexpr int kLogitsBf16 = 0, kLogitsF16 = 1, kLogitsF32 = 2;
+
+struct Bf16 {
+  std::uint16_t bits;
+};
+struct F16 {
+  std::uint16_t bits;
+};
+
+__device__ inline float to_float(Bf16 value) { return ptx::bf16_to_float(value.bits); }
+__device__ inline float to_float(F16 value) { return ptx::f16_to_float(value.bits); }
+__device__ inline float to_float(float value) { return value; }
+
+__device__ inline std::uint32_t raw_bits(Bf16 value) { return value.bits; }
+__device__ inline std::uint32_t raw_bits(F16 value) { return value.bits; }
+__device__ inline std::uint32_t raw_bits(float value) { return ptx::float_bits(value); }
+
+/// Bits of -inf.
+template <typename T>
+__device__ constexpr std::uint32_t forbidden_bits();
+template <>
+__device__ constexpr std::uint32_t forbidden_bits<Bf16>() {
+  return 0xFF80u;
+}
+template <>
+__device__ constexpr std::uint32_t forbidden_bits<F16>() {
+  return 0xFC00u;
+}
+template <>
+__device__ constexpr std::uint32_t forbidden_bits<float>() {
+  return 0xFF800000u;
+}
+
+/// Element i of 16 bytes of logits; i is known when compiled, so nothing is addressed.
+template <typename T>
+__device__ inline float element_of(const uint4& raw, int i) {
+  const int word = sizeof(T) == 4 ? i : i / 2;
+  const std::uint32_t bits = word == 0 ? raw.x : word == 1 ? raw.y : word == 2 ? raw.z : raw.w;
+  if constexpr (sizeof(T) == 4) {
+    return ptx::bits_float(bits);
+  } else {
+    const T half{static_cast<std::uint16_t>(i % 2 == 0 ? bits & 0xFFFFu : bits >> 16)};
+    return to_float(half);
+  }
+}
+
+/// One warp's segment of a row in registers. Columns from the row's end on read as -inf.
+template <typename T>
+struct Segment {
+  static constexpr int kPerLoad = 16 / static_cast<int>(sizeof(T));
+  static constexpr int kLoads = kSegment / (32 * kPerLoad);
+  uint4 raw[kLoads];
+
+  /// Column of a lane's first element of a load; the other kPerLoad - 1 follow it.
+  static __device__ int column(int first, int load, int lane) {
+    return first + (load * 32 + lane) * kPerLoad;
+  }
+
+  /// `aligned`: every row starts at a multiple of 16 bytes.
+  __device__ void load(const T* row, int first, int end, bool aligned) {
+    if (aligned && first + kSegment <= end) {
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        raw[i] = ptx::load_stream(row + column(first, i, ptx::lane()));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) raw[i] = partial(row, column(first, i, ptx::lane()), end);
+    }
+  }
+
+  __device__ float at(int load, int i) const { return element_of<T>(raw[load], i); }
+
+ private:
+  static __device__ std::uint32_t bits_at(const T* row, int column, int end) {
+    return column < end ? raw_bits(row[column]) : forbidden_bits<T>();
+  }
+
+  static __device__ uint4 partial(const T* row, int column, int end) {
+    std::uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (sizeof(T) == 4) {
+        words[i] = bits_at(row, column + i, end);
+      } else {
+        words[i] = bits_at(row, column + 2 * i, end) | bits_at(row, column + 2 * i + 1, end) << 16;
+      }
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+  }
+};
+
+/// Segments of a row that has `columns` of them to read.
+__host__ __device__ inline int segments_of(int columns) {
+  return (columns + kSegment - 1) / kSegment;
+}
+
+/// First segment of split `index` of `splits`.
+__device__ inline int split_begin(int segments, int index, int splits) {
+  return static_cast<int>(static_cast<std::int64_t>(segments) * index / splits);
+}
+
+/// Blocks per row: of the choices up to `most`, the one that costs the fewest turns of the GPU.
+///   slots     blocks that run at once
+///   overhead  cost of a block, in segments
+inline int choose_splits(int rows, int segments, int slots, int overhead, int most) {
+  std::int64_t least = INT64_MAX;
+  int best = 1;
+  for (int splits = 1; splits <= most && splits <= segments; ++splits) {
+    const std::int64_t waves = (static_cast<std::int64_t>(rows) * splits + slots - 1) / slots;
+    const std::int64_t cost = waves * ((segments + splits - 1) / splits + overhead);
+    if (cost < least) {
+      least = cost;
+      best = splits;
+    }
+  }
+  return best;
+}
+
+__device__ inline float warp_max_nan(float value) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    value = ptx::max_nan(value, ptx::shfl_xor(value, step));
+  }
+  return value;
+}
+
+/// The same sum in every lane, always in the same order.
+template <typename T>
+__device__ inline T warp_sum(T value) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) value += ptx::shfl_xor(value, step);
+  return value;
+}
+
+}  // namespace overstory
