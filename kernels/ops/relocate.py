@@ -1,0 +1,136 @@
+"""`kv_relocate`; contract in reference/relocate.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from overstory.kernels import reference
+
+from .checks import INTS, check_tensor
+from .choice import launch, library_for
+from .registry import register
+from .status import status_of
+
+_UNIT = 16
+"""Rows are moved in pieces of so many bytes."""
+
+
+class LayerTable:
+    """Buffers of all layers and the table of their addresses that the kernel reads.
+
+    Making one copies the table to the device, which cannot be captured: make it once per pool.
+    Buffers must not share memory (a pool that hands out its values as a view of its keys goes in
+    once); the same number of slots each, rows of the same multiple of 16 bytes.
+
+    Raises:
+        ValueError: the buffers are no such set.
+    """
+
+    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
+        self.buffers = list(buffers)
+        if not self.buffers:
+            raise ValueError("no buffers to move rows in")
+        first = self.buffers[0]
+        for index, buffer in enumerate(self.buffers):
+            check_tensor(f"buffers[{index}]", buffer, first.shape, (first.dtype,), first.device)
+        addresses = [buffer.data_ptr() for buffer in self.buffers]
+        self.slots = first.shape[0]
+        self.row_bytes = first[:1].numel() * first.element_size()
+        if self.row_bytes % _UNIT or any(address % _UNIT for address in addresses):
+            raise ValueError(
+                f"rows of {self.row_bytes} bytes; the kernel moves multiples of {_UNIT} from "
+                f"addresses that are multiples of {_UNIT}"
+            )
+        if len(set(addresses)) != len(addresses):
+            raise ValueError("a buffer is listed twice: its rows would be moved twice")
+        self.addresses = torch.tensor(addresses, dtype=torch.int64, device=first.device)
+
+
+def kv_relocate(
+    buffers: Sequence[torch.Tensor] | LayerTable,
+    src_slots: torch.Tensor,
+    dst_slots: torch.Tensor,
+    *,
+    status: torch.Tensor | None = None,
+) -> None:
+    """`reference.kv_relocate`; a move with a slot of -1 is none, so that a captured launch of fixed
+    size serves any number of moves.
+
+    On CUDA nothing is read on the host: of the errors, slots outside of the buffers leave their
+    moves undone and set `status`; a destination named twice is not seen. All moves go in one
+    launch, up to 8,192.
+
+    Args:
+        buffers: [slots, ...] each, or a `LayerTable` of them, which capture needs.
+        src_slots, dst_slots: [moves] int32 or int64, both the same.
+        status: [1] int32, set to 1 where a slot is outside; default `status_of` the device.
+
+    Raises:
+        ValueError: shapes or types do not fit, or too many moves.
+        KernelError: as `library_for`.
+    """
+    device = src_slots.device
+    library = library_for("kv_relocate", device)
+    if library is None:
+        listed = buffers.buffers if isinstance(buffers, LayerTable) else list(buffers)
+        _relocate(listed, None, src_slots, dst_slots, status_of(device, status))
+        return
+    table = buffers if isinstance(buffers, LayerTable) else LayerTable(buffers)
+    _relocate(table.buffers, table.addresses, src_slots, dst_slots, status_of(device, status))
+
+
+def _check(
+    buffers: list[torch.Tensor],
+    addresses: torch.Tensor | None,
+    src_slots: torch.Tensor,
+    dst_slots: torch.Tensor,
+    status: torch.Tensor,
+) -> None:
+    device = src_slots.device
+    check_tensor("src_slots", src_slots, [None], INTS, device)
+    check_tensor("dst_slots", dst_slots, [src_slots.shape[0]], (src_slots.dtype,), device)
+    check_tensor("status", status, [1], (torch.int32,), device)
+    if addresses is not None:
+        check_tensor("addresses", addresses, [len(buffers)], (torch.int64,), device)
+    for buffer in buffers:
+        if buffer.device != device:
+            raise ValueError(f"a buffer is on {buffer.device}; the slots are on {device}")
+
+
+@register(
+    "kv_relocate(Tensor(a!)[] buffers, Tensor? addresses, Tensor src_slots, Tensor dst_slots, "
+    "Tensor(b!) status) -> ()",
+    _check,
+)
+def _relocate(
+    buffers: list[torch.Tensor],
+    addresses: torch.Tensor | None,
+    src_slots: torch.Tensor,
+    dst_slots: torch.Tensor,
+    status: torch.Tensor,
+) -> None:
+    library = library_for("kv_relocate", src_slots.device)
+    if library is None:
+        moved = (src_slots != -1) & (dst_slots != -1)
+        reference.kv_relocate(buffers, src_slots[moved], dst_slots[moved])
+        return
+    most, moves = library.query("kv_relocate_max_moves"), src_slots.numel()
+    if moves > most:
+        raise ValueError(f"{moves} moves; one launch takes at most {most}")
+    first = buffers[0]
+    launch(
+        library,
+        "kv_relocate",
+        src_slots.device,
+        layers=addresses,
+        num_layers=len(buffers),
+        row_bytes=first[:1].numel() * first.element_size(),
+        slots=first.shape[0],
+        source_slots=src_slots,
+        target_slots=dst_slots,
+        wide_slots=src_slots.dtype == torch.int64,
+        moves=moves,
+        status=status,
+    )

@@ -1,0 +1,51 @@
+"""How the attention kernels share out the keys: a grid size and a smallest share.
+
+Both are fixed when a launch is captured; the lengths decide on the device who does what.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from overstory.kernels.cuda_library import KernelLibrary
+from overstory.kernels.errors import NoDeviceError
+
+_SIMULATED_BLOCKS = 3
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Tunables of one launch."""
+
+    blocks: int
+    """Of the attention kernel, for all requests together."""
+    min_chunk: int
+    """Granules of 16 keys that a block takes at least."""
+
+
+@functools.cache
+def default_schedule(
+    library: KernelLibrary, device: torch.device, heads: int, max_q: int
+) -> Schedule:
+    """As many blocks as the device runs at a time, 64 keys at least for each.
+
+    Raises:
+        NoDeviceError: the device cannot hold one block of the kernel.
+    """
+    if device.type != "cuda":
+        return Schedule(_SIMULATED_BLOCKS, 1)
+    with torch.cuda.device(device):
+        per_sm = library.query("attention_blocks_per_sm", heads=heads, max_q=max_q)
+    if per_sm < 1:
+        name = torch.cuda.get_device_name(device)
+        raise NoDeviceError(f"{name} cannot hold a block of the attention kernel")
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    return Schedule(per_sm * count, 4)
+
+
+def workspace_bytes(library: KernelLibrary, heads: int, max_q: int, schedule: Schedule) -> int:
+    """Bytes that a launch with these numbers needs for the parts of split requests."""
+    return library.query("attention_workspace", heads=heads, max_q=max_q, blocks=schedule.blocks)
