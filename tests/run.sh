@@ -16,6 +16,20 @@ why_not() { # kind -> why it cannot run here; empty if it can
   esac
 }
 
+# Hosts of the cluster tests are network namespaces that speak SSH (tests/cluster/hosts_lab.py). What
+# they need is installed where that starts no service: not under systemd.
+install_for_hosts() {
+  local packages
+  packages=$(.venv/bin/python tests/cluster/hosts_lab.py)
+  [ -n "$packages" ] && command -v apt-get >/dev/null && [ ! -d /run/systemd/system ] || return 0
+  echo "installing for the tests over several hosts: $packages"
+  # shellcheck disable=SC2086
+  (apt-get update -qq && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive \
+    apt-get install -y -qq --no-install-recommends $packages) >"$results/apt.log" 2>&1 ||
+    { tail -3 "$results/apt.log"; echo "not installed: those tests are skipped"; }
+}
+
+install_for_hosts
 failed=0
 summary=()
 for kind in unit engine cluster gpu; do

@@ -1,0 +1,114 @@
+"""A replica on other hosts than the command line: real Ray over a lab's hosts.
+
+`h1` holds Ray's head, the proxy and the user's commands; `h2` has more CPUs, so that what needs
+them must go there.
+"""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fixtures_hosts import drive, ray_here, start_cluster  # noqa: F401
+from hosts_lab import Host, Lab
+from leftovers import wait_until
+
+from overstory.orchestrator.tokenizer import load_tokenizer
+from overstory.workers.tiny.oracle import Oracle
+from overstory.workers.tiny.paths import resolve_model
+
+DEPLOYMENT = Path(__file__).parents[2] / "clusters" / "local" / "deployment.yaml"
+CPUS = {"h1": 2, "h2": 3}
+BOTH_ON_H2 = "resources.cpus_per_rank=1.5"
+ONE_ON_EACH = "resources.cpus_per_rank=1.9"
+UP_S, DOWN_S = 400.0, 120.0
+PROMPTS = ("def add(a, b):", "import os\n\n\ndef main(path):\n", "class Queue:\n    def")
+NEW = 24
+
+
+@pytest.fixture(scope="module")
+def cluster(lab: Lab) -> Lab:
+    """Ray over `h1` and `h2`."""
+    start_cluster(lab, CPUS)
+    return lab
+
+
+@pytest.fixture
+def head(cluster: Lab) -> Iterator[Host]:
+    """The host of the user's commands; whatever was deployed from there is taken down."""
+    head = cluster.hosts["h1"]
+    yield head
+    if head.run("overstory", "status", "--json").returncode == 0:
+        head.run("overstory", "down", timeout_s=DOWN_S)
+
+
+def deploy(head: Host, *changes: str) -> subprocess.CompletedProcess[str]:
+    sets = [part for change in changes for part in ("--set", change)]
+    wait = ("--timeout", str(UP_S - 60))
+    return head.run("overstory", "deploy", str(DEPLOYMENT), *sets, *wait, timeout_s=UP_S)
+
+
+def ranks_by_host(cluster: Lab) -> dict[str, int]:
+    return {name: len(host.processes("ray::RankHost")) for name, host in cluster.hosts.items()}
+
+
+def assert_generates_what_the_oracle_does(head: Host) -> None:
+    tokenizer = load_tokenizer(resolve_model("overstory-tiny"))
+    oracle = Oracle.load()
+    for prompt in PROMPTS:
+        expected = oracle.greedy(tokenizer.encode(prompt), NEW)
+        assert len(expected) == NEW, "a prompt that ends early proves less"
+        said = head.check("overstory", "generate", prompt, "--max-tokens", str(NEW))
+        assert said == tokenizer.decode(expected) + "\n"
+
+
+def assert_nothing_left(cluster: Lab) -> None:
+    assert drive(cluster.hosts["h1"], "left") == {"actors": [], "placement_groups": []}
+    for name, host in cluster.hosts.items():
+        for what in ("ray::RankHost", "ray::ServeReplica", "ray::ProxyActor"):
+            wait_until(lambda h=host, w=what: not h.processes(w), 10, f"{what} on {name} to end")
+        assert host.check("ls", "/dev/shm").split() == []
+        assert "overstory" not in host.check("ls", "/tmp")
+    reached = cluster.hosts["h1"].run("bash", "-c", "exec 3<>/dev/tcp/127.0.0.1/8000")
+    assert reached.returncode == 1, "the endpoint's port is still open"
+
+
+def test_a_worker_on_another_node_has_the_seam(cluster: Lab) -> None:
+    second = cluster.hosts["h2"]
+    found = drive(cluster.hosts["h1"], "seam", second.address)
+    assert (found["host"], found["address"]) == ("h2", second.address)
+    assert len(found["seam"]) > 10
+    assert all(found["seam"].values()), found["seam"]
+
+
+def test_a_replica_on_another_host_is_used_from_the_head(cluster: Lab, head: Host) -> None:
+    up = deploy(head, BOTH_ON_H2)
+    assert up.returncode == 0, up.stderr
+    assert "2 nodes with 5 CPUs" in up.stderr
+    assert "1 x 2 ranks on h2" in up.stderr
+    assert ranks_by_host(cluster) == {"h1": 0, "h2": 2}
+    assert_generates_what_the_oracle_does(head)
+    down = head.run("overstory", "down", timeout_s=DOWN_S)
+    assert down.returncode == 0, down.stderr
+    assert_nothing_left(cluster)
+
+
+@pytest.mark.full
+def test_ranks_of_one_replica_on_two_hosts(cluster: Lab, head: Host) -> None:
+    up = deploy(head, ONE_ON_EACH)
+    assert up.returncode == 0, up.stderr
+    assert "1 x 2 ranks on h1, h2" in up.stderr
+    assert ranks_by_host(cluster) == {"h1": 1, "h2": 1}
+    assert_generates_what_the_oracle_does(head)
+    (replica,) = json.loads(head.check("overstory", "status", "--json"))["controller"]["replicas"]
+    assert replica["phase"] == "leased"
+    assert replica["digests_equal_up_to"] > 0
+    # Only the other host's Ray can end this one, and it cannot take Ray's message.
+    (away,) = cluster.hosts["h2"].processes("ray::RankHost")
+    os.kill(away, signal.SIGSTOP)
+    down = head.run("overstory", "down", timeout_s=DOWN_S)
+    assert down.returncode == 0, down.stderr
+    assert_nothing_left(cluster)
