@@ -12,10 +12,11 @@ import os
 import threading
 import uuid
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from overstory.workers.environment import cpu_engine_defaults, prepare_process
+from overstory.workers.scheduler_view import SglangScheduler, already_processed
 
 STEP_DEADLINE_S = 120.0
 
@@ -48,12 +49,19 @@ class _Gate:
         self.waiting = False
         self.ended: BaseException | None = None
         self.closing = False
+        self.act: Callable[[], None] | None = None
 
     def recv_requests(self) -> list[Any]:
         with self.condition:
             self.waiting = True
             self.condition.notify_all()
-            self.condition.wait_for(lambda: self.allowed > 0 or self.closing)
+            while True:
+                self.condition.wait_for(lambda: self.allowed > 0 or self.closing or self.act)
+                if self.act is None:
+                    break
+                act, self.act = self.act, None
+                act()
+                self.condition.notify_all()
             if self.closing:
                 raise SystemExit
             self.allowed -= 1
@@ -120,6 +128,7 @@ class EngineHarness:
         self.scheduler = Scheduler(self.server_args, ports, 0, tp_rank, 0, 0, 0, 0, None)
         self.outputs: dict[str, Output] = {}
         self._gate = _Gate()
+        self._view = SglangScheduler(self.scheduler)
         self._wire()
         self._thread = threading.Thread(target=self._loop, name="event-loop", daemon=True)
         self._thread.start()
@@ -172,6 +181,36 @@ class EngineHarness:
                 self._gate.allowed += 1
                 self._gate.condition.notify_all()
             self._gate.wait_idle()
+
+    def at_boundary(self, act: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Drains, then runs `act(scheduler, *arguments)`, where a boundary command would.
+
+        In the loop's thread, between two iterations.
+
+        Args:
+            act: a function of a module that every rank can import.
+            arguments: plain values.
+
+        Returns:
+            its result on each rank; raises what it raised.
+        """
+        results: list[Any] = []
+
+        def run() -> None:
+            try:
+                self._view.drain()
+                results.append(act(self.scheduler, *arguments))
+            except BaseException as error:
+                results.append(error)
+
+        with self._gate.condition:
+            self._gate.act = run
+            self._gate.condition.notify_all()
+            done = self._gate.condition.wait_for(lambda: results, STEP_DEADLINE_S)
+        assert done, f"{act.__name__} did not end within {STEP_DEADLINE_S} s"
+        if isinstance(results[0], BaseException):
+            raise results[0]
+        return results
 
     def run(self, rids: Sequence[str] | None = None, max_steps: int = 5000) -> None:
         """Steps until the requests (default: all) are done, then to an idle scheduler."""
@@ -234,7 +273,7 @@ class EngineHarness:
         from sglang.srt.distributed.parallel_state import cleanup_dist_env_and_memory
         from sglang.srt.runtime_context import RuntimeContext, get_context
 
-        del self.scheduler
+        del self.scheduler, self._view
         cleanup_dist_env_and_memory()
         context = get_context()  # published once per process, so make it as new
         RuntimeContext.__init__(context, context.parallel)
@@ -249,6 +288,11 @@ class EngineHarness:
             if hasattr(socket, "linger"):
                 socket.linger = 0
         self.scheduler.request_receiver = self._gate
+        # As in a rank: what a drain has taken in comes again in its turn.
+        process = self.scheduler.process_batch_result
+        self.scheduler.process_batch_result = lambda batch, result: (
+            None if already_processed(result) else process(batch, result)
+        )
         self.scheduler.output_streamer.send_to_detokenizer = collector
         self.scheduler.ipc_channels = _replace_senders(self.scheduler.ipc_channels, collector)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from harness import STEP_DEADLINE_S, EngineHarness, Output
@@ -50,6 +51,12 @@ class Tp2Harness(EngineHarness):
             self._peer.send(("step", list(self._gate.pending), str(tree_policy.current())))
             super().step()
             self._told("stepped", STEP_DEADLINE_S)
+
+    def at_boundary(self, act: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """As on one rank; rank 1's result comes second."""
+        self._peer.send(("act", act, arguments))
+        results = super().at_boundary(act, *arguments)
+        return [*results, self._told("acted", STEP_DEADLINE_S)]
 
     def flush_cache(self) -> None:
         """Empties both ranks' prefix caches."""
@@ -117,6 +124,9 @@ def _obey(pipe: Connection, harness: EngineHarness) -> None:
                 harness.outputs.setdefault(request.rid, Output())
             harness.step()
             pipe.send(("stepped", None))
+        elif what == "act":
+            act, arguments = values
+            pipe.send(("acted", harness.at_boundary(act, *arguments)[0]))
         elif what == "flush":
             harness.flush_cache()
             pipe.send(("flushed", None))
