@@ -25,6 +25,5 @@ extern "C" int overstory_tree_build(const int64_t* root_tokens, const float* log
                            depths,      ranks,    sizes,       first_child,  next_sibling,
                            depth,       k,        width,       rows,         spine_first != 0};
   auto* kernel = rows <= kWarpThreads ? tree_build_kernel<1> : tree_build_kernel<2>;
-  return launch(kernel, static_cast<unsigned>(bs), kWarpThreads,
-                tree_build_shared_bytes(depth, width), stream, args);
+  return launch(kernel, static_cast<unsigned>(bs), kWarpThreads, kTreeBuildShared, stream, args);
 }

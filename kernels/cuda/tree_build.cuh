@@ -38,14 +38,14 @@ constexpr std::uint32_t kNoChild = 0xFFFFFFFFu;
 constexpr int kNoRow = 127;
 
 struct TreeCandidates {
-  const float* steps;  // [depth, width], shared memory
+  const float* steps;  // [kTreeDepth, kTreeWidth], shared memory
   int depth, width;
 
   /// Magnitude of the score of candidate `rank` at `child_depth` (1..) below a row of `score`:
   /// scores are never positive, so the lower number is the better path; kNoChild if none enters.
   __device__ __forceinline__ std::uint32_t key(float score, int child_depth, int rank) const {
     if (child_depth > depth || rank >= width) return kNoChild;
-    const float sum = ptx::add_rn(score, steps[(child_depth - 1) * width + rank]);
+    const float sum = ptx::add_rn(score, steps[(child_depth - 1) * kTreeWidth + rank]);
     return sum > ptx::bits_float(0xFF800000u) ? ptx::float_bits(sum) & 0x7FFFFFFFu : kNoChild;
   }
 };
@@ -172,29 +172,49 @@ __device__ __forceinline__ int grow(TreeRow (&mine)[kSlots], const TreeCandidate
 
 }  // namespace detail
 
-/// Bytes of shared memory that `tree_build_kernel` uses.
-inline std::size_t tree_build_shared_bytes(int depth, int width) {
-  return static_cast<std::size_t>(depth * width) * (sizeof(std::int64_t) + sizeof(float));
+constexpr int kTreeCandidates = kTreeDepth * kTreeWidth;
+
+/// Bytes of shared memory of `tree_build_kernel`.
+constexpr std::size_t kTreeBuildShared = kTreeCandidates * (sizeof(std::int64_t) + sizeof(float));
+
+namespace detail {
+
+/// Candidates of one request to shared memory, all loads in flight at once.
+__device__ __forceinline__ void load_candidates(const TreeBuildArgs& args, int request,
+                                                float* steps, std::int64_t* tokens) {
+  constexpr int kLoads = kTreeCandidates / kWarpThreads;
+  constexpr int kDepthsPerLoad = kWarpThreads / kTreeWidth;
+  const int rank = ptx::lane() % kTreeWidth;
+  const std::int64_t base = static_cast<std::int64_t>(request) * args.depth * args.k + rank;
+  float step[kLoads];
+  std::int64_t token[kLoads];
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    const int depth = ptx::lane() / kTreeWidth + kDepthsPerLoad * i;
+    const bool exists = depth < args.depth && rank < args.width;
+    step[i] = exists ? args.logprobs[base + depth * args.k] : 0.0f;
+    token[i] = exists ? args.token_ids[base + depth * args.k] : 0;
+  }
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    const int at = ptx::lane() + kWarpThreads * i;
+    steps[at] = step[i] > 0.0f ? 0.0f : step[i];  // NaN stays, and never enters
+    tokens[at] = token[i];
+  }
 }
+
+}  // namespace detail
 
 /// One warp per request. kSlots: 1 for at most 32 rows, 2 for at most 64.
 template <int kSlots>
 __global__ void __launch_bounds__(kWarpThreads) tree_build_kernel(TreeBuildArgs args) {
   const int lane = ptx::lane(), request = ptx::block();
-  const int count = args.depth * args.width;
   auto* tokens = ptx::shared_memory<std::int64_t>();
-  auto* steps = reinterpret_cast<float*>(tokens + count);
-  const std::int64_t base = static_cast<std::int64_t>(request) * args.depth * args.k;
-#pragma unroll 4
-  for (int i = lane; i < count; i += kWarpThreads) {
-    const std::int64_t at = base + i / args.width * args.k + i % args.width;
-    const float step = args.logprobs[at];
-    steps[i] = step > 0.0f ? 0.0f : step;  // NaN stays, and never enters
-    tokens[i] = args.token_ids[at];
-  }
+  auto* steps = reinterpret_cast<float*>(tokens + kTreeCandidates);
   int budget = args.budgets[request];
-  budget = budget < args.rows - 1 ? budget : args.rows - 1;
   const std::int64_t root_token = args.root_tokens[request];
+  detail::load_candidates(args, request, steps, tokens);
+  budget = budget < args.rows - 1 ? budget : args.rows - 1;
   ptx::sync_warp();
 
   const detail::TreeCandidates candidates{steps, args.depth, args.width};
@@ -211,7 +231,7 @@ __global__ void __launch_bounds__(kWarpThreads) tree_build_kernel(TreeBuildArgs 
     const detail::TreeRow& of = mine[slot];
     const std::int64_t at = first + row;
     args.tokens[at] =
-        of.rank < 0 ? root_token : tokens[(of.depth - 1) * args.width + of.rank];
+        of.rank < 0 ? root_token : tokens[(of.depth - 1) * kTreeWidth + of.rank];
     args.parents[at] = of.parent;
     args.depths[at] = of.depth;
     args.ranks[at] = of.rank;

@@ -60,18 +60,17 @@ __global__ void __launch_bounds__(kTreeMaskThreads) tree_mask_kernel(TreeMaskArg
   auto* words = ptx::shared_memory<std::uint64_t>();
   auto* parents = reinterpret_cast<int*>(words + kTreeRows);
   const std::int64_t first = static_cast<std::int64_t>(request) * rows;
+  // All loads first: each is the latency of the whole kernel.
   const std::int64_t length = args.seq_lens[request];
+  const int parent = thread < rows ? static_cast<int>(args.parents[first + thread]) : -1;
+  const bool writes_positions = thread < rows && ptx::block() == 0 && args.positions != nullptr;
+  const std::int64_t depth = writes_positions ? args.depths[first + thread] : 0;
   const std::int64_t before = detail::sum_of_lengths(args.seq_lens, request);
   const std::int64_t start = rows * (before + static_cast<std::int64_t>(request) * rows);
-  const bool writes_rest = ptx::block() == 0;
 
-  if (thread < rows) {
-    parents[thread] = static_cast<int>(args.parents[first + thread]);
-    if (writes_rest && args.positions != nullptr) {
-      args.positions[first + thread] = length + args.depths[first + thread];
-    }
-  }
-  if (writes_rest && thread == 0 && args.mask_indptr != nullptr) {
+  if (thread < rows) parents[thread] = parent;
+  if (writes_positions) args.positions[first + thread] = length + depth;
+  if (ptx::block() == 0 && thread == 0 && args.mask_indptr != nullptr) {
     args.mask_indptr[request] = start;
     if (request == args.bs - 1) args.mask_indptr[args.bs] = start + rows * (length + rows);
   }
@@ -85,13 +84,14 @@ __global__ void __launch_bounds__(kTreeMaskThreads) tree_mask_kernel(TreeMaskArg
       row = above;
     }
     words[thread] = word;
-    if (writes_rest && args.packed != nullptr) args.packed[first + thread] = word;
+    if (ptx::block() == 0 && args.packed != nullptr) args.packed[first + thread] = word;
   }
   if (args.mask == nullptr) return;
   ptx::sync_block();
   const std::int64_t columns = length + rows;
   const int step = ptx::grid_size();
-  for (int row = ptx::block() + step * ptx::warp(); row < rows; row += step * kTreeMaskThreads / 32) {
+  constexpr int kWarps = kTreeMaskThreads / kWarpThreads;
+  for (int row = ptx::block() + step * ptx::warp(); row < rows; row += step * kWarps) {
     std::uint8_t* tail = args.mask + start + row * columns + length;
     const std::uint64_t word = words[row];
     for (int column = lane; column < rows; column += kWarpThreads) {
