@@ -23,10 +23,11 @@ EXTENSIONS_VARIABLE = "OVERSTORY_RANK_EXTENSIONS"
 
 @dataclass(frozen=True)
 class CommandContext:
-    """What a handler may use."""
+    """What a handler may use; `epoch` is that of the controller whose command it is."""
 
     rank: int
     scheduler: SglangScheduler
+    epoch: int = 0
 
 
 Handler = Callable[[CommandContext, Mapping[str, Any]], Any]

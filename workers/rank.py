@@ -25,6 +25,8 @@ from overstory.orchestrator.lease import Lease
 from overstory.workers import placement, tree_policy
 from overstory.workers.commands import EXTENSIONS_VARIABLE, CommandContext, CommandTable
 from overstory.workers.death_note import EXIT_DIVERGED, EXIT_LOOP_FAILED, EXIT_ORDERED, LastWill
+from overstory.workers.defrag import handlers
+from overstory.workers.defrag.handlers import SHELF
 from overstory.workers.digest import DigestChain, StepFacts
 from overstory.workers.environment import prepare_process
 from overstory.workers.gate import RanksDiverged, StepGate
@@ -37,6 +39,8 @@ from overstory.workers.tree_policy import TreePolicy
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import PortArgs, ServerArgs
+
+    from overstory.orchestrator.defrag_plan import SlotPicture
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +110,7 @@ class RankHost:
         self._will = LastWill(folder, rank, lambda: (self._phase, self._forwards()))
         self._log_path = log_path
         self._commands = CommandTable()
+        handlers.register(self._commands)
         self._command_results: dict[str, Any] = {}
         self._digests = DigestChain()
         self._gate = StepGate(rank, lease_timeout_s, self._begin_lease)
@@ -272,6 +277,10 @@ class RankHost:
             self.check_command(command.name)
         self._gate.offer(lease)
 
+    def slot_picture(self, key: str) -> SlotPicture:
+        """Rank 0: hands out, once, what the boundary command `slot_picture` took under `key`."""
+        return SHELF.take(key)
+
     def exchange(self, after_forward: int, every: int, wait_s: float) -> dict[str, Any]:
         """Rank 0: answers with a report as soon as there is a reason to.
 
@@ -293,7 +302,7 @@ class RankHost:
         if not lease.commands:
             return
         assert self._view is not None
-        context = CommandContext(self._rank, self._view)
+        context = CommandContext(self._rank, self._view, lease.epoch)
         for command in lease.commands:
             if command.ticket in self._command_results:
                 continue  # Granted again, since the first grant's answer did not arrive.
