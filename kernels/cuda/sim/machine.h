@@ -237,7 +237,8 @@ class Machine {
       std::swap(order[i - 1], order[dice.below(static_cast<std::uint32_t>(i))]);
     }
     struct sigaction before[2];
-    catch_faults(before);
+    stack_t stack_before;
+    catch_faults(before, stack_before);
     for (std::uint64_t index : order) {
       block_ = {static_cast<unsigned>(index % grid.x), static_cast<unsigned>(index / grid.x)};
       run_block(index);
@@ -245,6 +246,7 @@ class Machine {
     }
     sigaction(SIGSEGV, &before[0], nullptr);
     sigaction(SIGBUS, &before[1], nullptr);
+    sigaltstack(&stack_before, nullptr);
     unmap_shared();
     return error_.empty() ? 0 : kLaunchFailure;
   }
@@ -395,14 +397,14 @@ class Machine {
   }
 
   // A load or store outside of all memory ends the kernel, not the process.
-  void catch_faults(struct sigaction (&before)[2]) {
+  void catch_faults(struct sigaction (&before)[2], stack_t& stack_before) {
     struct sigaction action = {};
     action.sa_sigaction = &Machine::on_fault;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
     stack_t alternate = {};
     alternate.ss_sp = fault_stack_.low();
     alternate.ss_size = kStackBytes;
-    sigaltstack(&alternate, nullptr);
+    sigaltstack(&alternate, &stack_before);
     sigaction(SIGSEGV, &action, &before[0]);
     sigaction(SIGBUS, &action, &before[1]);
   }

@@ -22,7 +22,8 @@
 // What it turns into wrong results (NaN, huge integers) that a test sees
 //   shared memory read before it is written; a cp.async destination before its wait; with some
 //   seeds of a few, data exchanged without the barrier or sync_warp it needs.
-// What it cannot see: races between blocks, registers, bank conflicts, timing.
+// What it cannot see: races between blocks; a sync_warp that another collective stands in for (on a
+//   GPU a shuffle or vote does not order memory); registers, bank conflicts, timing.
 #pragma once
 
 #ifndef OVERSTORY_SIM
