@@ -21,7 +21,7 @@ from overstory.orchestrator.errors import UserFault
 from overstory.orchestrator.inventory import NodeInventory, local_inventory
 from overstory.orchestrator.plan import Plan, make_plan
 from overstory.orchestrator.progress import Progress, describe_ranks, failure_text
-from overstory.orchestrator.spec import DeploymentSpec
+from overstory.orchestrator.spec import DeploymentSpec, GatewaySpec
 from overstory.orchestrator.state import (
     DeploymentRecord,
     LocalRayRecord,
@@ -30,16 +30,35 @@ from overstory.orchestrator.state import (
 )
 
 _POLL_S = 0.5
+_ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Addresses that stand for all, with the loopback address that is among them."""
+_LOOPBACKS = ("127.0.0.1", "localhost", "::1")
 
 
 class DeployError(UserFault, RuntimeError):
     """The deployment did not come up; the message is for the user."""
 
 
-def endpoint_of(spec: DeploymentSpec) -> str:
-    """URL at which a client on the head node reaches the endpoint."""
-    anywhere = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
-    return f"http://{anywhere.get(spec.gateway.host, spec.gateway.host)}:{spec.gateway.port}"
+def endpoint_of(gateway: GatewaySpec, head: str | None) -> str:
+    """URL at which this machine reaches the endpoint.
+
+    Args:
+        gateway: what it listens on.
+        head: address of the head node, where it listens; None if this is the head node.
+
+    Raises:
+        DeployError: it listens on the loopback of another machine.
+    """
+    host = gateway.host
+    if head is not None and host in _LOOPBACKS:
+        raise DeployError(
+            f"gateway.host: the endpoint listens on the head node {head}, and {host} is reached "
+            f"from there alone; run this command there, or set gateway.host to {head} or to "
+            "0.0.0.0 (other machines reach it then, and it asks for no key)"
+        )
+    if host in _ANYWHERE:
+        host = head or _ANYWHERE[host]
+    return f"http://{f'[{host}]' if ':' in host else host}:{gateway.port}"
 
 
 def deploy(spec: DeploymentSpec, progress: Progress, timeout_s: float) -> DeploymentRecord:
@@ -152,7 +171,9 @@ def _already_up(spec: DeploymentSpec, used: Cluster) -> DeploymentRecord | None:
 
 
 def _check(spec: DeploymentSpec, used: Cluster, progress: Progress) -> Plan:
-    """The plan on these nodes, with the endpoint's port free."""
+    """The plan on these nodes, with the endpoint in reach and its port free."""
+    from overstory.orchestrator import serving
+
     nodes = cluster.ray_inventory()
     if used.origin == "own":
         nodes = [local_inventory()]
@@ -161,6 +182,7 @@ def _check(spec: DeploymentSpec, used: Cluster, progress: Progress) -> Plan:
         progress.tell("nodes", f"warning: {warning}")
     total = sum(node.cpus for node in nodes), sum(node.gpus for node in nodes)
     progress.tell("nodes", f"{len(nodes)} nodes with {total[0]:g} CPUs and {total[1]:g} GPUs free")
+    endpoint_of(spec.gateway, serving.head_elsewhere())  # Faults are told before anything starts.
     _check_port(spec)
     where = ", ".join(sorted({share.node for r in plan.replicas for share in r.shares}))
     progress.tell("placement", f"{spec.replicas} x {spec.tp_size} ranks on {where}")
@@ -192,7 +214,7 @@ def _remember(spec: DeploymentSpec, plan: Plan, used: Cluster) -> DeploymentReco
 
     record = DeploymentRecord(
         name=spec.name,
-        endpoint=endpoint_of(spec),
+        endpoint=endpoint_of(spec.gateway, serving.head_elsewhere()),
         ray_address=used.address,
         spec=spec.model_dump(),
         nodes_per_replica=plan.nodes_per_replica,

@@ -220,6 +220,7 @@ class OverstoryEngine(Engine):
         self._group.await_imports(self._on_progress)
         self._group.check_beside()
         host = "127.0.0.1" if self._group.one_node() else ray.util.get_node_ip_address()
+        host = f"[{host}]" if ":" in host else host
         rank_args = dataclasses.replace(server_args, dist_init_addr=f"{host}:{port_args.nccl_port}")
         manager, templates = self._front(server_args, port_args)
         infos = self._group.start(rank_args, port_args, self._on_progress)

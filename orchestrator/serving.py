@@ -68,10 +68,25 @@ def app_names() -> list[str]:
     return list(serve.status().applications) if serve_running() else []
 
 
+def _head() -> dict[str, Any]:
+    nodes = (n for n in ray.nodes() if n["Alive"] and "node:__internal_head__" in n["Resources"])
+    return next(nodes)
+
+
+def _is_here(node: Mapping[str, Any]) -> bool:
+    return bool(node["NodeID"] == ray.get_runtime_context().get_node_id())
+
+
+def head_elsewhere() -> str | None:
+    """Address of the head node, where the endpoint listens; None if this is the head node."""
+    head = _head()
+    return None if _is_here(head) else str(head["NodeManagerAddress"])
+
+
 def port_free_on_head(host: str, port: int) -> str | None:
     """Why the endpoint cannot listen on the head node; None if it can."""
-    head = next(n for n in ray.nodes() if n["Alive"] and "node:__internal_head__" in n["Resources"])
-    if head["NodeID"] == ray.get_runtime_context().get_node_id():
+    head = _head()
+    if _is_here(head):
         return why_not_bindable(host, port)  # It is this machine: no worker need be started for it.
     strategy = NodeAffinitySchedulingStrategy(head["NodeID"], soft=False)
     probe = ray.remote(why_not_bindable).options(num_cpus=0, scheduling_strategy=strategy)

@@ -37,12 +37,12 @@ def cluster(lab: Lab) -> Lab:
 
 
 @pytest.fixture
-def head(cluster: Lab) -> Iterator[Host]:
-    """The host of the user's commands; whatever was deployed from there is taken down."""
-    head = cluster.hosts["h1"]
-    yield head
-    if head.run("overstory", "status", "--json").returncode == 0:
-        head.run("overstory", "down", timeout_s=DOWN_S)
+def hosts(cluster: Lab) -> Iterator[tuple[Host, Host]]:
+    """Both; whatever was deployed from one of them is taken down."""
+    yield cluster.hosts["h1"], cluster.hosts["h2"]
+    for host in cluster.hosts.values():
+        if host.run("overstory", "status", "--json").returncode == 0:
+            host.run("overstory", "down", timeout_s=DOWN_S)
 
 
 def deploy(head: Host, *changes: str) -> subprocess.CompletedProcess[str]:
@@ -84,7 +84,10 @@ def test_a_worker_on_another_node_has_the_seam(cluster: Lab) -> None:
     assert all(found["seam"].values()), found["seam"]
 
 
-def test_a_replica_on_another_host_is_used_from_the_head(cluster: Lab, head: Host) -> None:
+def test_a_replica_on_another_host_is_used_from_the_head(
+    cluster: Lab, hosts: tuple[Host, Host]
+) -> None:
+    head, _ = hosts
     up = deploy(head, BOTH_ON_H2)
     assert up.returncode == 0, up.stderr
     assert "2 nodes with 5 CPUs" in up.stderr
@@ -96,19 +99,31 @@ def test_a_replica_on_another_host_is_used_from_the_head(cluster: Lab, head: Hos
     assert_nothing_left(cluster)
 
 
+def test_an_endpoint_out_of_the_user_s_reach_is_refused(hosts: tuple[Host, Host]) -> None:
+    head, other = hosts
+    up = deploy(other)
+    assert up.returncode == 1
+    assert f"gateway.host: the endpoint listens on the head node {head.address}" in up.stderr
+    assert "] placement" not in up.stderr
+
+
 @pytest.mark.full
-def test_ranks_of_one_replica_on_two_hosts(cluster: Lab, head: Host) -> None:
-    up = deploy(head, ONE_ON_EACH)
+def test_ranks_of_one_replica_on_two_hosts_used_from_the_worker(
+    cluster: Lab, hosts: tuple[Host, Host]
+) -> None:
+    head, other = hosts
+    up = deploy(other, ONE_ON_EACH, "gateway.host=0.0.0.0")
     assert up.returncode == 0, up.stderr
     assert "1 x 2 ranks on h1, h2" in up.stderr
+    assert f"tiny is ready at http://{head.address}:8000" in up.stdout
     assert ranks_by_host(cluster) == {"h1": 1, "h2": 1}
-    assert_generates_what_the_oracle_does(head)
-    (replica,) = json.loads(head.check("overstory", "status", "--json"))["controller"]["replicas"]
+    assert_generates_what_the_oracle_does(other)
+    (replica,) = json.loads(other.check("overstory", "status", "--json"))["controller"]["replicas"]
     assert replica["phase"] == "leased"
     assert replica["digests_equal_up_to"] > 0
     # Only the other host's Ray can end this one, and it cannot take Ray's message.
-    (away,) = cluster.hosts["h2"].processes("ray::RankHost")
+    (away,) = other.processes("ray::RankHost")
     os.kill(away, signal.SIGSTOP)
-    down = head.run("overstory", "down", timeout_s=DOWN_S)
+    down = other.run("overstory", "down", timeout_s=DOWN_S)
     assert down.returncode == 0, down.stderr
     assert_nothing_left(cluster)
