@@ -36,6 +36,13 @@ OVERSTORY_DEVICE std::uint32_t shared_address(const void* shared) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(shared));
 }
 
+/// The value, but computed here and now: nothing derived from it moves out of a loop, where it
+/// would hold a register all the time.
+OVERSTORY_DEVICE int computed_here(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // ---- barriers
 
 OVERSTORY_DEVICE void sync_block() { __syncthreads(); }

@@ -30,6 +30,8 @@ T* shared_memory() {
   return reinterpret_cast<T*>(machine.shared());
 }
 
+inline int computed_here(int value) { return value; }
+
 // ---- barriers
 
 inline void sync_block(Where where = Where::here()) {

@@ -1,0 +1,222 @@
+// Launch layer of verify_attention and decode_attention.
+//
+// A call is two launches, the attention kernel and the combining one, whose grids depend on the
+// arguments alone: not on lengths, which are read on the device. Capture with the largest bs,
+// tokens and max_q; replay with any lengths, and with fewer rows per request than max_q.
+
+#include "launch.cuh"
+#include "mla_attention.cuh"
+#include "mla_combine.cuh"
+
+namespace overstory::mla {
+namespace {
+
+#ifdef OVERSTORY_SIM
+constexpr int kInvalid = sim::kInvalidValue;
+#else
+constexpr int kInvalid = cudaErrorInvalidValue;
+#endif
+
+constexpr int stages_for(int tiles) { return tiles <= 2 ? 5 : tiles <= 8 ? 4 : 3; }
+
+// Tiles of a row tile: as few row tiles as possible, and then as few tiles in each.
+int tiles_for(int heads, int max_q) {
+  const int tiles = (heads * max_q + 7) / 8;
+  const int row_tiles = (tiles + kMaxTiles - 1) / kMaxTiles;
+  return (tiles + row_tiles - 1) / row_tiles;
+}
+
+int heads_shift_of(int heads) {
+  for (int shift = 1; shift <= 4; ++shift) {
+    if (heads == 1 << shift) return shift;
+  }
+  return -1;
+}
+
+int64_t partial_floats(int tiles, int blocks) { return int64_t{2} * blocks * tiles * 8 * kValues; }
+int64_t stats_floats(int tiles, int blocks) { return int64_t{2} * blocks * tiles * 8 * 2; }
+
+template <int kTiles>
+int launch_attention(const Args& args, void* stream) {
+  constexpr int kStages = stages_for(kTiles);
+  constexpr int kBytes = Layout<kTiles, kStages>::kBytes;
+  if (int error = raise_shared_limit<attention<kTiles, kStages>>(kBytes)) return error;
+  return launch(attention<kTiles, kStages>, dim3(args.blocks), kThreads, kBytes, stream, args);
+}
+
+template <int kTiles>
+int blocks_per_sm() {
+#ifdef OVERSTORY_SIM
+  return 1;
+#else
+  constexpr int kStages = stages_for(kTiles);
+  constexpr int kBytes = Layout<kTiles, kStages>::kBytes;
+  if (raise_shared_limit<attention<kTiles, kStages>>(kBytes)) return 0;
+  int blocks = 0;
+  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, attention<kTiles, kStages>, kThreads,
+                                                kBytes);
+  return blocks;
+#endif
+}
+
+// Calls f.template operator()<tiles>() for a number known at run time; C++17 has no such lambdas.
+template <int kTiles, typename F>
+int with_tiles(int tiles, const F& f) {
+  if constexpr (kTiles == 0) {
+    return kInvalid;
+  } else {
+    return tiles == kTiles ? f.template run<kTiles>() : with_tiles<kTiles - 1>(tiles, f);
+  }
+}
+
+struct Attend {
+  const Args& args;
+  void* stream;
+  template <int kTiles>
+  int run() const {
+    return launch_attention<kTiles>(args, stream);
+  }
+};
+
+struct CountBlocks {
+  template <int kTiles>
+  int run() const {
+    return blocks_per_sm<kTiles>();
+  }
+};
+
+// More blocks per tile while there are few tiles.
+int column_groups(int tiles) {
+  int groups = kColumnBlocks;
+  while (groups > 1 && groups * tiles > 4096) groups /= 2;
+  return groups;
+}
+
+int launch_combine(const Args& args, int tiles, void* stream) {
+  const int heads = 1 << args.heads_shift;
+  // Requests of less than 8 heads a token end in tiles that are not full.
+  const int most = (args.tokens * heads + 7) / 8 + (heads < 8 ? args.bs : 0);
+  return launch_dependent(combine, dim3(most, column_groups(most)), kThreads,
+                          combine_bytes(args.blocks), stream, args, tiles);
+}
+
+int attend(Args& args, int heads, int max_q, void* workspace, int64_t workspace_bytes,
+           void* stream) {
+  args.heads_shift = heads_shift_of(heads);
+  if (args.heads_shift < 0 || max_q < 1 || max_q > kMaxTail || args.blocks < 1 ||
+      args.min_chunk < 1 || !(args.scale_log2 > 0.0f) || args.kv_row_bytes % 16 != 0 ||
+      args.tail_row_bytes % 16 != 0) {
+    return kInvalid;
+  }
+  if (args.bs == 0 || args.tokens == 0) return 0;
+  const int tiles = tiles_for(heads, max_q);
+  const int64_t partial = partial_floats(tiles, args.blocks);
+  if (workspace_bytes < 4 * (partial + stats_floats(tiles, args.blocks))) return kInvalid;
+  args.partial = static_cast<float*>(workspace);
+  args.stats = args.partial + partial;
+  if (int error = with_tiles<kMaxTiles>(tiles, Attend{args, stream})) return error;
+  return launch_combine(args, tiles, stream);
+}
+
+constexpr float kLog2E = 1.44269504088896341f;
+
+}  // namespace
+}  // namespace overstory::mla
+
+// Blocks of the attention kernel that the current device runs at a time, per multiprocessor: times
+// the number of multiprocessors it is the `blocks` to launch with. 0: the device refuses.
+extern "C" int overstory_attention_blocks_per_sm(int heads, int max_q) {
+  using namespace overstory::mla;
+  return with_tiles<kMaxTiles>(tiles_for(heads, max_q), CountBlocks{});
+}
+
+// Bytes of workspace that a launch with these numbers needs.
+extern "C" int overstory_attention_workspace(int heads, int max_q, int blocks) {
+  using namespace overstory::mla;
+  const int tiles = tiles_for(heads, max_q);
+  return static_cast<int>(4 * (partial_floats(tiles, blocks) + stats_floats(tiles, blocks)));
+}
+
+// Attention of each request's rows to its prefix and, by mask, to its own rows (the tail).
+//
+// Shapes and layouts as in reference/attention.py; q, kv, tail, out bf16; widths 576 and 512. Row
+// strides in elements; rows of kv and tail begin at multiples of 16 bytes, those of q of 4.
+//   tail         null: the tail's keys are in kv at out_cache_loc; else row i is the key of token i
+//   *_bytes      4 or 8: the integer type of the array before
+//   kv_indices   slots (not pages)
+//   mask_bytes   with mask_indptr (int64): FULL_MASK, only the tail columns are read; or
+//   mask_words   one uint64 per token, bit j: it sees row j of its request; or neither, and
+//   causal       row i sees the rows 0..i, or all of them
+//   lse          float or null
+//   max_q        no request has more rows, 1..64
+//   blocks, min_chunk   grid of the attention kernel; granules of 16 keys that a block takes at least
+// Rows of tokens that no request owns become 0 (lse -inf).
+extern "C" int overstory_verify_attention(
+    const void* q, int64_t q_token_stride, int64_t q_head_stride, const void* kv,
+    int64_t kv_row_stride, const void* tail, int64_t tail_row_stride, const void* kv_indptr,
+    int kv_indptr_bytes, const void* kv_indices, int kv_indices_bytes, const void* qo_indptr,
+    int qo_indptr_bytes, const void* out_cache_loc, int out_cache_loc_bytes,
+    const void* mask_bytes, const void* mask_indptr, const void* mask_words, int causal, void* out,
+    void* lse, void* workspace, int64_t workspace_bytes, int bs, int tokens, int heads, int max_q,
+    float scale, int blocks, int min_chunk, void* stream) {
+  using namespace overstory::mla;
+  Args args{};
+  args.q = q;
+  args.q_token_stride = q_token_stride;
+  args.q_head_stride = q_head_stride;
+  args.kv = kv;
+  args.kv_row_bytes = kv_row_stride * 2;
+  args.tail = tail;
+  args.tail_row_bytes = tail_row_stride * 2;
+  args.kv_indptr = kv_indptr;
+  args.wide_kv_indptr = kv_indptr_bytes == 8;
+  args.kv_indices = kv_indices;
+  args.wide_kv_indices = kv_indices_bytes == 8;
+  args.qo_indptr = qo_indptr;
+  args.wide_qo_indptr = qo_indptr_bytes == 8;
+  args.out_cache_loc = out_cache_loc;
+  args.wide_out_cache_loc = out_cache_loc_bytes == 8;
+  args.mask_bytes = static_cast<const uint8_t*>(mask_bytes);
+  args.mask_indptr = static_cast<const int64_t*>(mask_indptr);
+  args.mask_words = static_cast<const uint64_t*>(mask_words);
+  args.mask_mode = mask_bytes != nullptr   ? kMaskBytes
+                   : mask_words != nullptr ? kMaskWords
+                   : causal != 0           ? kMaskCausal
+                                           : kMaskNone;
+  args.out = out;
+  args.lse = static_cast<float*>(lse);
+  args.scale_log2 = scale * kLog2E;
+  args.bs = bs;
+  args.tokens = tokens;
+  args.blocks = blocks;
+  args.min_chunk = min_chunk;
+  return attend(args, heads, max_q, workspace, workspace_bytes, stream);
+}
+
+// One row per request, which sees all of its slots; arguments as above.
+extern "C" int overstory_decode_attention(
+    const void* q, int64_t q_token_stride, int64_t q_head_stride, const void* kv,
+    int64_t kv_row_stride, const void* kv_indptr, int kv_indptr_bytes, const void* kv_indices,
+    int kv_indices_bytes, void* out, void* lse, void* workspace, int64_t workspace_bytes, int bs,
+    int heads, float scale, int blocks, int min_chunk, void* stream) {
+  using namespace overstory::mla;
+  Args args{};
+  args.q = q;
+  args.q_token_stride = q_token_stride;
+  args.q_head_stride = q_head_stride;
+  args.kv = kv;
+  args.kv_row_bytes = kv_row_stride * 2;
+  args.kv_indptr = kv_indptr;
+  args.wide_kv_indptr = kv_indptr_bytes == 8;
+  args.kv_indices = kv_indices;
+  args.wide_kv_indices = kv_indices_bytes == 8;
+  args.mask_mode = kMaskNone;
+  args.out = out;
+  args.lse = static_cast<float*>(lse);
+  args.scale_log2 = scale * kLog2E;
+  args.bs = bs;
+  args.tokens = bs;
+  args.blocks = blocks;
+  args.min_chunk = min_chunk;
+  return attend(args, heads, 1, workspace, workspace_bytes, stream);
+}

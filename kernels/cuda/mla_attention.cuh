@@ -1,0 +1,598 @@
+// Absorbed MLA attention of the rows of a tree (or of one row) over a paged cache, split over keys.
+//
+// Operands are swapped: keys are the M side of the matrix instructions, rows the N side.
+//   scores   S^T [keys, rows]    = K [keys, 576] Q^T [576, rows]
+//   outputs  O^T [values, rows] += V^T [512, keys] P^T [keys, rows],   V = K[:, :512]
+// So no row is padded beyond 8, Q and O live in registers, and shared memory holds keys alone,
+// which serve both products. Warp w multiplies scores over the columns [144 (w & 3), +144) for one
+// half of the tiles, and owns the output columns [64 w, +64) of all tiles.
+#pragma once
+
+#include "mla_layout.cuh"
+#include "mla_schedule.cuh"
+#include "ptx.cuh"
+
+namespace overstory::mla {
+
+constexpr float kMinusInfinity = -__builtin_huge_valf();
+// A row's maximum moves only by more than this (log2), so that outputs are seldom rescaled; weights
+// stay below 2^8, and their relative precision in bf16 is the same.
+constexpr float kSlack = 8.0f;
+
+// A block's share of an item. In shared memory, because registers are scarce.
+struct alignas(16) Piece {
+  const void* indices;  // of the request's prefix
+  int prefix, keys;     // of the request; keys with the tail
+  int begin, end;       // granules
+  int plain_end;        // of those with keys of the prefix only
+  int request;
+  int tokens;           // of the request
+  int first_token;      // row of q
+  int first_row;        // of the row tile, within the request
+  int whole;            // the piece is all of its item: no combining
+  int slot;             // otherwise, where the part goes
+  int next_unit, end_unit;  // of the block
+};
+
+// Where a key is: >= 0 a slot of the cache, kNoKey, or <= kDenseTail a row of args.tail.
+constexpr int kNoKey = -1;
+constexpr int kDenseTail = -2;
+
+__device__ __forceinline__ int locate_key(const Args& args, const Piece& piece, int key) {
+  if (key < piece.prefix) {
+    return static_cast<int>(load_index(piece.indices, args.wide_kv_indices, key));
+  }
+  if (key >= piece.keys) return kNoKey;
+  const int token = piece.first_token + key - piece.prefix;
+  if (args.tail != nullptr) return kDenseTail - token;
+  return static_cast<int>(load_index(args.out_cache_loc, args.wide_out_cache_loc, token));
+}
+
+// This thread's part (16 threads a key) of a granule; zeros where there is no key, because a weight
+// of 0 does not silence NaN. `where`: of the key granule * 16 + thread / 16.
+__device__ __forceinline__ void load_key(const Args& args, char* stage, int where, int thread) {
+  const int part = thread & 15;
+  const char* row = static_cast<const char*>(args.kv);
+  if (where >= 0) row += where * args.kv_row_bytes;
+  if (where <= kDenseTail) {
+    row = static_cast<const char*>(args.tail) + (kDenseTail - where) * args.tail_row_bytes;
+  }
+  const bool valid = where != kNoKey;
+  char* to = stage + (thread >> 4) * kRowBytes + part * 16;
+  row += part * 16;
+  OVERSTORY_UNROLL
+  for (int i = 0; i < 4; ++i) ptx::cp_async_16(to + i * 256, row + i * 256, valid);
+  if (part < 8) ptx::cp_async_16(to + 1024, row + 1024, valid);
+}
+
+__device__ __forceinline__ bool any_not_finite(uint32_t pair) {
+  return (pair & 0x7f80u) == 0x7f80u || (pair & 0x7f800000u) == 0x7f800000u;
+}
+
+// Tail keys are seen by some rows only. Zeros in place of a key that is not finite keep it from the
+// others; the rows that see it get NaN from its score (`broken`).
+__device__ __forceinline__ void isolate_broken_keys(const Piece& piece, int granule, char* stage,
+                                                    int thread, uint8_t* broken) {
+  const int key = thread >> 4, part = thread & 15;
+  const bool in_tail = granule * kGranule + key >= piece.prefix;
+  char* row = stage + key * kRowBytes + part * 16;
+  bool bad = false;
+  for (int i = 0; i < (part < 8 ? 5 : 4); ++i) {
+    const uint4 v = *reinterpret_cast<const uint4*>(row + i * 256);
+    bad |= any_not_finite(v.x) || any_not_finite(v.y) || any_not_finite(v.z) ||
+           any_not_finite(v.w);
+  }
+  const uint32_t votes = ptx::ballot(bad && in_tail);
+  const bool key_bad = ((votes >> (thread & 16)) & 0xffffu) != 0;
+  if (key_bad) {
+    for (int i = 0; i < (part < 8 ? 5 : 4); ++i) {
+      *reinterpret_cast<uint4*>(row + i * 256) = make_uint4(0, 0, 0, 0);
+    }
+  }
+  if (part == 0) broken[key] = key_bad ? 1 : 0;
+}
+
+// Which tail rows each token of the row tile sees, one 64-bit word each.
+template <int kTiles>
+__device__ __forceinline__ void load_visible(const Args& args, const Piece& piece,
+                                             uint64_t* visible) {
+  const int tail = piece.keys - piece.prefix;
+  const int first = piece.first_row >> args.heads_shift;
+  const int last = (piece.first_row + 8 * kTiles - 1) >> args.heads_shift;
+  for (int token = first + ptx::warp(); token <= last && token < piece.tokens; token += kWarps) {
+    uint64_t word = ~uint64_t{0};
+    if (args.mask_mode == kMaskBytes) {
+      const uint8_t* row = args.mask_bytes + args.mask_indptr[piece.request] +
+                           int64_t{token} * piece.keys + piece.prefix;
+      const int low = ptx::lane(), high = ptx::lane() + 32;
+      const uint32_t low_bits = ptx::ballot(low < tail && row[low] != 0);
+      const uint32_t high_bits = ptx::ballot(high < tail && row[high] != 0);
+      word = (static_cast<uint64_t>(high_bits) << 32) | low_bits;
+    } else if (args.mask_mode == kMaskWords) {
+      word = args.mask_words[piece.first_token + token];
+    } else if (args.mask_mode == kMaskCausal) {
+      word >>= kMaxTail - 1 - token;
+    }
+    if (ptx::lane() == 0) visible[token - first] = word;
+  }
+}
+
+template <int kTiles, int kStages>
+struct Block {
+  using L = Layout<kTiles, kStages>;
+
+  char* shared;
+  int own_warp;                                // ptx::warp(), known to be the same in all lanes
+  float o[kTiles][4][4];                       // O^T fragments: 4 blocks of 16 columns
+  uint32_t q[kStepsQK][L::kPairs + 1][2];      // Q^T fragments, the odd tile's last
+  float4 state;                                // of the tile `warp`
+
+  __device__ __forceinline__ static int thread() {
+    return L::kFull ? ptx::computed_here(ptx::thread()) : ptx::thread();
+  }
+  __device__ __forceinline__ int warp() const { return L::kFull ? thread() >> 5 : own_warp; }
+  __device__ __forceinline__ static int lane() { return thread() & 31; }
+
+  __device__ __forceinline__ char* stage(int i) const { return shared + i * kStageBytes; }
+  template <typename T>
+  __device__ __forceinline__ T* at(int offset) const {
+    return reinterpret_cast<T*>(shared + offset);
+  }
+
+  __device__ __forceinline__ Piece& piece() const { return *at<Piece>(L::kPiece); }
+  __device__ __forceinline__ int half() const { return warp() >> 2; }
+
+  // First column of a step, from the warp's first. The second half goes round from the fifth step:
+  // at each position the halves are at different columns of the odd tile.
+  __device__ __forceinline__ int column_of(int position) const {
+    if (!L::kOdd) return position * 16;
+    return position * 16 + half() * (position < 4 ? 80 : -64);
+  }
+
+  // Queries of this lane's row of a tile, from this lane's first column; null for no row.
+  __device__ __forceinline__ const uint16_t* query(const Args& args, int tile) const {
+    const int row = piece().first_row + tile * 8 + (lane() >> 2);
+    const int token = row >> args.heads_shift;
+    if (token >= piece().tokens) return nullptr;
+    const int head = row & ((1 << args.heads_shift) - 1);
+    return static_cast<const uint16_t*>(args.q) +
+           (piece().first_token + token) * args.q_token_stride + head * args.q_head_stride +
+           (warp() & 3) * 144 + (lane() & 3) * 2;
+  }
+
+  __device__ __forceinline__ static uint32_t load_pair(const uint16_t* from, int column) {
+    return from == nullptr ? 0 : *reinterpret_cast<const uint32_t*>(from + column);
+  }
+
+  // Places of queries in shared memory: 0.. of the odd tile, or -1 for those in registers.
+  __device__ __forceinline__ static constexpr int place_of(int step, int j) {
+    if (!L::kFull) return -1;
+    if (j == L::kPairs) return step;
+    const int spared = step - (kStepsQK - kStepsSpared);
+    return j == L::kPairs - 1 && spared >= 0 ? kStepsOdd + spared : -1;
+  }
+
+  __device__ __forceinline__ void keep_query(int step, int j, uint32_t low, uint32_t high) {
+    if (place_of(step, j) >= 0) {
+      at<uint2>(L::kQueries)[place_of(step, j) * kThreads + thread()] = make_uint2(low, high);
+    } else {
+      q[step][j][0] = low, q[step][j][1] = high;
+    }
+  }
+
+  __device__ __forceinline__ void load_queries(const Args& args) {
+    OVERSTORY_UNROLL
+    for (int j = 0; j < L::kPairs; ++j) {
+      const uint16_t* from = query(args, half() * L::kPairs + j);
+      OVERSTORY_UNROLL
+      for (int step = 0; step < kStepsQK; ++step) {
+        keep_query(step, j, load_pair(from, column_of(step)), load_pair(from, column_of(step) + 8));
+      }
+    }
+    if (!L::kOdd) return;
+    const uint16_t* from = query(args, kTiles - 1);
+    OVERSTORY_UNROLL
+    for (int step = 0; step < kStepsOdd; ++step) {
+      const uint16_t* own = step < 4 || half() == 0 ? from : nullptr;
+      keep_query(step, L::kPairs, load_pair(own, column_of(step)),
+                 load_pair(own, column_of(step) + 8));
+    }
+  }
+
+  __device__ __forceinline__ void multiply_keys(float (&s)[4], const uint32_t (&a)[4], int step,
+                                                int j) const {
+    if (place_of(step, j) >= 0) {
+      const uint2 pairs = at<uint2>(L::kQueries)[place_of(step, j) * kThreads + thread()];
+      const uint32_t b[2] = {pairs.x, pairs.y};
+      ptx::mma_bf16_m16n8k16(s, a, b);
+    } else {
+      ptx::mma_bf16_m16n8k16(s, a, q[step][j]);
+    }
+  }
+
+  // Maxima of the rows 2t and 2t + 1 of a tile, and what this lane has added of their sums.
+  __device__ __forceinline__ float4 load_state(int tile) const {
+    return L::kFull ? at<float4>(L::kStates)[tile * 32 + lane()] : state;
+  }
+  __device__ __forceinline__ void store_state(int tile, const float (&m)[2], const float (&l)[2]) {
+    state = make_float4(m[0], m[1], l[0], l[1]);
+    if (L::kFull) at<float4>(L::kStates)[tile * 32 + lane()] = state;
+  }
+
+  // This warp's part of the granule's scores, to shared memory as the lanes hold it.
+  __device__ __forceinline__ void multiply_scores(const char* keys) {
+    float s[L::kPairs + 1][4];
+    OVERSTORY_UNROLL
+    for (int j = 0; j <= L::kPairs; ++j) {
+      OVERSTORY_UNROLL
+      for (int e = 0; e < 4; ++e) s[j][e] = 0.0f;
+    }
+    const char* from = keys + (lane() & 15) * kRowBytes + (lane() >> 4) * 16 +
+                       (warp() & 3) * 288;
+    OVERSTORY_UNROLL
+    for (int step = 0; step < kStepsQK; ++step) {
+      if (L::kPairs == 0 && step >= kStepsOdd) break;
+      uint32_t a[4];
+      ptx::ldmatrix_x4(a, from + column_of(step) * 2);
+      OVERSTORY_UNROLL
+      for (int j = 0; j < L::kPairs; ++j) multiply_keys(s[j], a, step, j);
+      if (L::kOdd && step < kStepsOdd) multiply_keys(s[L::kPairs], a, step, L::kPairs);
+    }
+    float4* to = at<float4>(L::kScores) + lane();
+    OVERSTORY_UNROLL
+    for (int j = 0; j < L::kPairs; ++j) {
+      const int part = (half() * L::kPairs + j) * 4 + (warp() & 3);
+      to[part * 32] = make_float4(s[j][0], s[j][1], s[j][2], s[j][3]);
+    }
+    if (L::kOdd) {
+      const float* last = s[L::kPairs];
+      to[(L::kPairs * 8 + warp()) * 32] = make_float4(last[0], last[1], last[2], last[3]);
+    }
+  }
+
+  // Scores of a tile: this lane has keys g and g + 8, rows 2t and 2t + 1 (g = lane / 4, t = lane % 4).
+  __device__ __forceinline__ float4 add_parts(int tile, bool odd) const {
+    const float4* from = at<float4>(L::kScores) + tile * 4 * 32 + lane();
+    float4 s = from[0];
+    OVERSTORY_UNROLL
+    for (int part = 1; part < 8; ++part) {
+      if (part >= 4 && !odd) break;
+      const float4 more = from[part * 32];
+      s.x += more.x, s.y += more.y, s.z += more.z, s.w += more.w;
+    }
+    return s;
+  }
+
+  __device__ __forceinline__ void mask_scores(const Args& args, int granule,
+                                              int tile, float4& s) const {
+    const int first = piece().first_row >> args.heads_shift;
+    const int row = piece().first_row + tile * 8 + (lane() & 3) * 2;
+    const int token = row >> args.heads_shift;
+    const uint64_t word =
+        token < piece().tokens ? at<uint64_t>(L::kVisible)[token - first] : 0;
+    const int key = lane() >> 2;
+    mask_key(granule, key, word, s.x, s.y);
+    mask_key(granule, key + 8, word, s.z, s.w);
+  }
+
+  __device__ __forceinline__ void mask_key(int granule, int key, uint64_t word,
+                                           float& first, float& second) const {
+    const int index = granule * kGranule + key;
+    const int tail = index - piece().prefix;
+    const bool seen = index < piece().keys && (tail < 0 || ((word >> tail) & 1) != 0);
+    if (!seen) {
+      first = second = kMinusInfinity;
+    } else if (at<uint8_t>(L::kBroken)[key] != 0) {
+      first = second = __builtin_nanf("");
+    }
+  }
+
+  // Weights 2^(score - maximum) of a tile, to shared memory in bf16; its maxima and sums go on.
+  template <bool kTail>
+  __device__ __forceinline__ void softmax(const Args& args, int granule, int tile, bool odd) {
+    const float4 before = load_state(tile);
+    float m[2] = {before.x, before.y}, l[2] = {before.z, before.w};
+    float4 s = add_parts(tile, odd);
+    if (kTail) mask_scores(args, granule, tile, s);
+    float top[2] = {fmaxf(s.x, s.z), fmaxf(s.y, s.w)};
+    OVERSTORY_UNROLL
+    for (int step = 4; step < 32; step *= 2) {
+      top[0] = fmaxf(top[0], ptx::shfl_xor(top[0], step));
+      top[1] = fmaxf(top[1], ptx::shfl_xor(top[1], step));
+    }
+    float factor[2] = {1.0f, 1.0f};
+    bool moves[2];
+    OVERSTORY_UNROLL
+    for (int c = 0; c < 2; ++c) {
+      top[c] *= args.scale_log2;
+      moves[c] = top[c] > m[c] + kSlack;
+      if (moves[c]) {
+        factor[c] = ptx::exp2_fast(m[c] - top[c]);
+        m[c] = top[c];
+        l[c] *= factor[c];
+      }
+    }
+    const bool moved = ptx::any(moves[0] || moves[1]);
+    if (lane() == 0) at<uint8_t>(L::kMoved)[tile] = moved ? 1 : 0;
+    if (moved && lane() < 4) {
+      at<float2>(L::kScaling)[tile * 4 + lane()] = make_float2(factor[0], factor[1]);
+    }
+    // A row that has seen nothing: all scores are -inf, and so must the exponents be.
+    const float base[2] = {m[0] == kMinusInfinity ? 0.0f : m[0],
+                           m[1] == kMinusInfinity ? 0.0f : m[1]};
+    const uint32_t near =
+        ptx::pack_bf16x2(ptx::exp2_fast(fmaf(s.x, args.scale_log2, -base[0])),
+                         ptx::exp2_fast(fmaf(s.y, args.scale_log2, -base[1])));
+    const uint32_t far = ptx::pack_bf16x2(ptx::exp2_fast(fmaf(s.z, args.scale_log2, -base[0])),
+                                          ptx::exp2_fast(fmaf(s.w, args.scale_log2, -base[1])));
+    // The sum of what the product will use: of the rounded weights.
+    l[0] += ptx::bits_float(near << 16) + ptx::bits_float(far << 16);
+    l[1] += ptx::bits_float(near & 0xffff0000u) + ptx::bits_float(far & 0xffff0000u);
+    uint32_t* to = at<uint32_t>(L::kWeights) + tile * 64 + lane();
+    to[0] = near;
+    to[32] = far;
+    store_state(tile, m, l);
+  }
+
+  template <bool kTail>
+  __device__ __forceinline__ void softmax_tiles(const Args& args, int granule) {
+    const bool odd = L::kOdd && !L::kFull && warp() == kTiles - 1;
+    if (warp() < kTiles) softmax<kTail>(args, granule, warp(), odd);
+    if (L::kFull && warp() == 0) softmax<kTail>(args, granule, kWarps, true);
+  }
+
+  __device__ __forceinline__ bool any_moved() const {
+    const uint2 tiles = *at<uint2>(L::kMoved);
+    bool moved = (tiles.x | (kTiles > 4 ? tiles.y : 0)) != 0;
+    if (kTiles > 8) moved |= at<uint8_t>(L::kMoved)[8] != 0;
+    return moved;
+  }
+
+  // O of the tiles whose maxima moved to the new maxima.
+  __device__ __forceinline__ void rescale() {
+    OVERSTORY_UNROLL
+    for (int tile = 0; tile < kTiles; ++tile) {
+      if (at<uint8_t>(L::kMoved)[tile] == 0) continue;
+      const float2 factor = at<float2>(L::kScaling)[tile * 4 + (lane() & 3)];
+      OVERSTORY_UNROLL
+      for (int block = 0; block < 4; ++block) {
+        o[tile][block][0] *= factor.x, o[tile][block][1] *= factor.y;
+        o[tile][block][2] *= factor.x, o[tile][block][3] *= factor.y;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void multiply_values(const char* keys) {
+    if (any_moved()) rescale();
+    const int matrix = lane() >> 3;
+    const char* from = keys + ((lane() & 7) + (matrix >> 1) * 8) * kRowBytes +
+                       (matrix & 1) * 16 + warp() * 128;
+    uint32_t v[4][4];
+    OVERSTORY_UNROLL
+    for (int block = 0; block < 4; ++block) ptx::ldmatrix_x4_trans(v[block], from + block * 32);
+    const char* weights = at<char>(L::kWeights);
+    OVERSTORY_UNROLL
+    for (int tile = 0; tile + 1 < kTiles; tile += 2) {
+      uint32_t p[4];
+      ptx::ldmatrix_x4_trans(p, weights + tile * 256 + lane() * 16);
+      const uint32_t first[2] = {p[0], p[1]}, second[2] = {p[2], p[3]};
+      OVERSTORY_UNROLL
+      for (int block = 0; block < 4; ++block) {
+        ptx::mma_bf16_m16n8k16(o[tile][block], v[block], first);
+        ptx::mma_bf16_m16n8k16(o[tile + 1][block], v[block], second);
+      }
+    }
+    if (L::kOdd) {
+      uint32_t p[2];
+      ptx::ldmatrix_x2_trans(p, weights + (kTiles - 1) * 256 + (lane() & 15) * 16);
+      OVERSTORY_UNROLL
+      for (int block = 0; block < 4; ++block) {
+        ptx::mma_bf16_m16n8k16(o[kTiles - 1][block], v[block], p);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void begin(const Args& args) {
+    OVERSTORY_UNROLL
+    for (int tile = 0; tile < kTiles; ++tile) {
+      OVERSTORY_UNROLL
+      for (int block = 0; block < 4; ++block) {
+        OVERSTORY_UNROLL
+        for (int e = 0; e < 4; ++e) o[tile][block][e] = 0.0f;
+      }
+    }
+    const float high[2] = {kMinusInfinity, kMinusInfinity}, sum[2] = {0.0f, 0.0f};
+    store_state(warp(), high, sum);
+    if (L::kFull && warp() == 0) store_state(kWarps, high, sum);
+    if (thread() < 16) at<uint8_t>(L::kMoved)[thread()] = 0;
+    if (piece().end * kGranule > piece().prefix) {
+      load_visible<kTiles>(args, piece(), at<uint64_t>(L::kVisible));
+    }
+    load_queries(args);
+  }
+
+  // One granule: its scores, the values of the one before, its weights. `now`: its stage; `where`:
+  // of this thread's key, kStages - 1 granules on.
+  template <bool kTail>
+  __device__ __forceinline__ void step(const Args& args, int granule, int& now,
+                                       int& where) {
+    if (kTail) {
+      isolate_broken_keys(piece(), granule, stage(now), thread(), at<uint8_t>(L::kBroken));
+      ptx::sync_block();
+    }
+    multiply_scores(stage(now));
+    const int before = now == 0 ? kStages - 1 : now - 1;
+    if (granule > piece().begin) multiply_values(stage(before));
+    ptx::sync_block();  // scores are there; the weights and the stage before are free
+    if (granule + kStages - 1 < piece().end) {
+      load_key(args, stage(before), where, thread());
+      where = locate_key(args, piece(), (granule + kStages) * kGranule + (thread() >> 4));
+    }
+    ptx::cp_async_commit();
+    softmax_tiles<kTail>(args, granule);
+    ptx::cp_async_wait<kStages - 2>();
+    ptx::sync_block();  // weights and the next granule are there; the scores are free
+    now = now + 1 == kStages ? 0 : now + 1;
+  }
+
+  // The piece in shared memory.
+  __device__ __forceinline__ void run(const Args& args) {
+    const int key = thread() >> 4, end = piece().end;
+    int granule = piece().begin;
+    int where = locate_key(args, piece(), granule * kGranule + key);
+    OVERSTORY_UNROLL
+    for (int i = 0; i < kStages - 1; ++i) {
+      if (granule + i < end) {
+        load_key(args, stage(i), where, thread());
+        where = locate_key(args, piece(), (granule + i + 1) * kGranule + key);
+      }
+      ptx::cp_async_commit();
+    }
+    begin(args);
+    ptx::cp_async_wait<kStages - 2>();
+    ptx::sync_block();
+    int now = 0;
+    for (; granule < piece().plain_end; ++granule) step<false>(args, granule, now, where);
+    for (; granule < piece().end; ++granule) step<true>(args, granule, now, where);
+    multiply_values(stage(now == 0 ? kStages - 1 : now - 1));
+    ptx::cp_async_wait<0>();
+    finish(args);
+  }
+
+  // Sums over the lanes, then what becomes of the tile's rows: reciprocals for `write_rows`, or
+  // maxima and sums for the combining kernel.
+  __device__ __forceinline__ void finish_tile(const Args& args, int tile) const {
+    const float4 own = load_state(tile);
+    const float m[2] = {own.x, own.y};
+    float l[2] = {own.z, own.w};
+    OVERSTORY_UNROLL
+    for (int step = 4; step < 32; step *= 2) {
+      l[0] += ptx::shfl_xor(l[0], step);
+      l[1] += ptx::shfl_xor(l[1], step);
+    }
+    if (lane() >= 4) return;
+    const int pair = tile * 4 + lane();
+    if (piece().whole == 0) {
+      float4* to = reinterpret_cast<float4*>(args.stats) + piece().slot * kTiles * 4 + pair;
+      *to = make_float4(m[0], l[0], m[1], l[1]);
+      return;
+    }
+    at<float2>(L::kScaling)[pair] = make_float2(l[0] == 0.0f ? 0.0f : 1.0f / l[0],
+                                               l[1] == 0.0f ? 0.0f : 1.0f / l[1]);
+    const int row = piece().first_row + pair * 2;
+    if (args.lse == nullptr || row >= piece().tokens << args.heads_shift) return;
+    float* lse = args.lse + (int64_t{piece().first_token} << args.heads_shift);
+    lse[row] = natural_lse(m[0], l[0]);
+    lse[row + 1] = natural_lse(m[1], l[1]);
+  }
+
+  __device__ __forceinline__ static float natural_lse(float m, float l) {
+    return l == 0.0f ? kMinusInfinity : (m + log2f(l)) * 0.693147180559945f;
+  }
+
+  __device__ __forceinline__ void write_partial(const Args& args) const {
+    float4* to = reinterpret_cast<float4*>(args.partial) +
+                 (int64_t{piece().slot} * kTiles * kColumnBlocks + warp() * 4) * 32 +
+                 lane();
+    OVERSTORY_UNROLL
+    for (int tile = 0; tile < kTiles; ++tile) {
+      OVERSTORY_UNROLL
+      for (int block = 0; block < 4; ++block) {
+        const float* v = o[tile][block];
+        to[(tile * kColumnBlocks + block) * 32] = make_float4(v[0], v[1], v[2], v[3]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void write_rows(const Args& args) const {
+    const int g = lane() >> 2, t = lane() & 3;
+    const bool odd = (g & 1) != 0;
+    const int64_t first = int64_t{piece().first_token} << args.heads_shift;
+    const int end = piece().tokens << args.heads_shift;
+    uint16_t* out = static_cast<uint16_t*>(args.out) + warp() * 64 + (g & ~1);
+    OVERSTORY_UNROLL
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const float2 factor = at<float2>(L::kScaling)[tile * 4 + t];
+      const int row = piece().first_row + tile * 8 + t * 2 + (odd ? 1 : 0);
+      OVERSTORY_UNROLL
+      for (int part = 0; part < 8; ++part) {
+        // Lanes of neighbouring columns swap, so that each has two columns of one row.
+        const float first_row = o[tile][part / 2][part % 2 * 2] * factor.x;
+        const float second_row = o[tile][part / 2][part % 2 * 2 + 1] * factor.y;
+        const float other = ptx::shfl_xor(odd ? first_row : second_row, 4);
+        const uint32_t pair =
+            odd ? ptx::pack_bf16x2(other, second_row) : ptx::pack_bf16x2(first_row, other);
+        if (row < end) {
+          *reinterpret_cast<uint32_t*>(out + (first + row) * kValues + part * 8) = pair;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void finish(const Args& args) {
+    ptx::sync_block();  // nobody needs the scaling of the last granule any more
+    if (warp() < kTiles) finish_tile(args, warp());
+    if (L::kFull && warp() == 0) finish_tile(args, kWarps);
+    if (piece().whole == 0) return write_partial(args);
+    ptx::sync_block();
+    write_rows(args);
+  }
+};
+
+// The piece that begins with `unit`, of a block that owns the units before `end`, to shared memory;
+// with the units that are left.
+__device__ __forceinline__ void make_piece(const Args& args, int tiles, int unit, int end,
+                                          Piece& piece) {
+  int ignored;
+  const Place place = find_place<By::unit>(args, tiles, unit, ignored, ignored);
+  const int granules = granules_of(place.request);
+  const int item = (unit - place.first_unit) / granules;
+  const int first_unit = place.first_unit + item * granules;
+  const int first = unit - first_unit;
+  const int last = end - first_unit < granules ? end - first_unit : granules;
+  if (ptx::thread() == 0) {
+    piece.indices = static_cast<const char*>(args.kv_indices) +
+                    load_index(args.kv_indptr, args.wide_kv_indptr, place.index) *
+                        (args.wide_kv_indices ? 8 : 4);
+    piece.prefix = place.request.prefix;
+    piece.keys = place.request.prefix + place.request.tail;
+    piece.begin = first;
+    piece.end = last;
+    piece.plain_end = last < piece.prefix / kGranule ? last : piece.prefix / kGranule;
+    piece.request = place.index;
+    piece.tokens = place.request.tokens;
+    piece.first_token = place.request.first_token;
+    piece.first_row = item * tiles * 8;
+    piece.whole = last - first == granules ? 1 : 0;
+    piece.slot = slot_of(ptx::block(), first == 0);
+    piece.next_unit = unit + last - first;
+    piece.end_unit = end;
+  }
+  ptx::sync_block();
+}
+
+template <int kTiles, int kStages>
+__global__ void __launch_bounds__(kThreads, kTiles <= 3 ? 2 : 1) attention(const Args args) {
+  ptx::pdl_launch_dependents();
+  int total = 0, ignored = 0;
+  find_place<By::unit>(args, kTiles, -1, total, ignored);
+  const int chunk = chunk_of(args, total);
+  const int begin = ptx::block() * chunk;
+  const int end = begin + chunk < total ? begin + chunk : total;
+  if (begin >= end) return;
+  Block<kTiles, kStages> block;
+  block.shared = ptx::shared_memory<char>();
+  block.own_warp = ptx::shfl(ptx::warp(), 0);
+  Piece& piece = block.piece();
+  make_piece(args, kTiles, begin, end, piece);
+  while (true) {
+    block.run(args);
+    ptx::sync_block();  // the next piece takes the shared memory
+    const int unit = piece.next_unit, last = piece.end_unit;
+    if (unit >= last) return;
+    ptx::sync_block();  // everybody has read it
+    make_piece(args, kTiles, unit, last, piece);
+  }
+}
+
+}  // namespace overstory::mla

@@ -1,0 +1,44 @@
+// Shared memory of a block of the attention kernel.
+#pragma once
+
+#include "mla_args.cuh"
+
+namespace overstory::mla {
+
+// 16 bytes of padding move each key by four banks: the eight rows of an 8x8 matrix, read along or
+// across keys, lie in 32 different banks.
+constexpr int kRowBytes = 2 * kWidth + 16;
+constexpr int kStageBytes = kGranule * kRowBytes;
+constexpr int kFragmentBytes = 32 * 16;  // a 16 x 8 float tile as the lanes of a warp hold it
+
+// Steps of 16 columns in which a warp multiplies scores; those for the odd tile are 5 in the first
+// half of the warps and 4 in the second.
+constexpr int kStepsQK = 9;
+constexpr int kStepsOdd = 5;
+constexpr int kStepsSpared = 3;  // last steps of the last pair of tiles, see kFull
+
+template <int kTiles, int kStages>
+struct Layout {
+  static constexpr int kPairs = kTiles / 2;  // tiles whose scores each half of the warps computes
+  static constexpr bool kOdd = kTiles % 2 != 0;  // one more, for which the halves share the columns
+  static constexpr int kRows = 8 * kTiles;
+
+  // A tile's scores are the sum of the parts of four warps, eight for the odd tile.
+  static constexpr int kScores = kStages * kStageBytes;
+  static constexpr int kScoreBytes = (2 * kPairs * 4 + (kOdd ? 8 : 0)) * kFragmentBytes;
+  static constexpr int kWeights = kScores + kScoreBytes;  // bf16 [tile][key][row]
+  static constexpr int kScaling = kWeights + kTiles * kGranule * 8 * 2;  // float [row]
+  static constexpr int kVisible = kScaling + kRows * 4;   // uint64 [token of the row tile]
+  static constexpr int kMoved = kVisible + (kRows / 2 + 2) / 2 * 2 * 8;  // uint8 [16], by tile
+  static constexpr int kBroken = kMoved + 16;             // uint8 [key]
+  static constexpr int kPiece = kBroken + 16;             // Piece
+  // With nine tiles registers do not suffice: a thread keeps these here, for itself.
+  static constexpr bool kFull = kTiles > kWarps;
+  static constexpr int kStates = kPiece + 64;             // float4 [tile][lane]
+  static constexpr int kQueries = kStates + (kFull ? kTiles * kFragmentBytes : 0);
+  static constexpr int kBytes =                           // uint2 [step][thread]
+      kQueries + (kFull ? (kStepsOdd + kStepsSpared) * kThreads * 8 : 0);
+  static_assert(kBytes <= 101376, "more than a block may have on sm_120");
+};
+
+}  // namespace overstory::mla

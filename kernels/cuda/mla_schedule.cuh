@@ -1,0 +1,119 @@
+// Who does what, computed from the lengths on the device by every warp for itself.
+//
+// Units: one granule (16 keys) of one item (a row tile of a request). Requests follow each other,
+// in a request its row tiles, in a row tile its granules. Block c owns units [c * chunk,
+// (c + 1) * chunk): balanced for any mix of lengths, and the grid does not depend on them. Row tiles
+// of one request run at the same time on different blocks, which stream the same keys: all but the
+// first read them from L2.
+#pragma once
+
+#include "mla_args.cuh"
+#include "ptx.cuh"
+
+namespace overstory::mla {
+
+__device__ __forceinline__ int64_t load_index(const void* base, bool wide, int64_t at) {
+  return wide ? static_cast<const int64_t*>(base)[at] : static_cast<const int32_t*>(base)[at];
+}
+
+__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+struct Request {
+  int prefix;       // keys before the tail
+  int tokens;
+  int tail;         // keys of the tail: tokens, or none in decode
+  int first_token;  // row of q
+};
+
+__device__ __forceinline__ Request load_request(const Args& args, int b) {
+  Request r;
+  r.prefix = static_cast<int>(load_index(args.kv_indptr, args.wide_kv_indptr, b + 1) -
+                              load_index(args.kv_indptr, args.wide_kv_indptr, b));
+  if (args.qo_indptr == nullptr) {
+    r.first_token = b;
+    r.tokens = 1;
+    r.tail = 0;
+    return r;
+  }
+  r.first_token = static_cast<int>(load_index(args.qo_indptr, args.wide_qo_indptr, b));
+  r.tokens =
+      static_cast<int>(load_index(args.qo_indptr, args.wide_qo_indptr, b + 1)) - r.first_token;
+  r.tail = r.tokens;
+  return r;
+}
+
+// Granules of an item; one without keys has one too, so that its rows are written.
+__device__ __forceinline__ int granules_of(const Request& r) {
+  const int granules = ceil_div(r.prefix + r.tail, kGranule);
+  return granules > 0 ? granules : 1;
+}
+
+__device__ __forceinline__ int tiles_of(const Request& r, int heads_shift) {
+  return ceil_div(r.tokens << heads_shift, 8);
+}
+
+// A request and where its units and tiles begin, in all lanes.
+struct Place {
+  Request request;
+  int index;
+  int first_unit;
+  int first_tile;
+  bool found;
+};
+
+enum class By { unit, tile };
+
+// The request with unit (or tile) `wanted` of a schedule of `tiles` tiles per item. All lanes call.
+// `total_units`, `total_tiles`: of the batch, if nothing was found; use wanted = -1 for them.
+template <By kBy>
+__device__ __forceinline__ Place find_place(const Args& args, int tiles, int wanted, int& total_units,
+                                  int& total_tiles) {
+  Place place{};
+  int units_before = 0, tiles_before = 0;
+  for (int base = 0; base < args.bs; base += 32) {
+    const int b = base + ptx::lane();
+    Request r{0, 0, 0, 0};
+    if (b < args.bs) r = load_request(args, b);
+    const int own_tiles = tiles_of(r, args.heads_shift);
+    const int own_units = ceil_div(own_tiles, tiles) * granules_of(r);
+    int units = own_units, row_tiles = own_tiles;  // inclusive sums over the lanes
+    for (int step = 1; step < 32; step *= 2) {
+      const int u = ptx::shfl_up(units, step), t = ptx::shfl_up(row_tiles, step);
+      if (ptx::lane() >= step) units += u, row_tiles += t;
+    }
+    const int first_unit = units_before + units - own_units;
+    const int first_tile = tiles_before + row_tiles - own_tiles;
+    const int first = kBy == By::unit ? first_unit : first_tile;
+    const int count = kBy == By::unit ? own_units : own_tiles;
+    const uint32_t hit = ptx::ballot(wanted >= first && wanted < first + count);
+    if (hit != 0) {
+      const int source = ptx::lowest_bit(hit);
+      place.request.prefix = ptx::shfl(r.prefix, source);
+      place.request.tokens = ptx::shfl(r.tokens, source);
+      place.request.tail = ptx::shfl(r.tail, source);
+      place.request.first_token = ptx::shfl(r.first_token, source);
+      place.index = base + source;
+      place.first_unit = ptx::shfl(first_unit, source);
+      place.first_tile = ptx::shfl(first_tile, source);
+      place.found = true;
+      return place;
+    }
+    units_before += ptx::shfl(units, 31);
+    tiles_before += ptx::shfl(row_tiles, 31);
+  }
+  total_units = units_before;
+  total_tiles = tiles_before;
+  return place;
+}
+
+// Units per block.
+__device__ __forceinline__ int chunk_of(const Args& args, int total_units) {
+  const int even = ceil_div(total_units, args.blocks);
+  return even > args.min_chunk ? even : args.min_chunk;
+}
+
+// Where a block leaves its part of an item that it does not own whole. An item begins in at most
+// one of a block's two slots: 0 continues an item of the block before, 1 is an item's first part.
+__device__ __forceinline__ int slot_of(int block, bool first_part) { return 2 * block + (first_part ? 1 : 0); }
+
+}  // namespace overstory::mla

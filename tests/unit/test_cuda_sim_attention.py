@@ -1,0 +1,333 @@
+"""The attention kernels, run by the CPU simulator, against the reference in float64."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import (
+    VALUES,
+    Case,
+    DecodeCase,
+    Tail,
+    chain,
+    diagonal,
+    everything,
+    nothing,
+    random_bits,
+    random_tree,
+    star,
+)
+
+from overstory.kernels.build import SOURCES
+from overstory.kernels.cuda_library import KernelLibrary, simulator_library
+
+SOURCE = SOURCES / "mla_attention.cu"
+POISON = 0xAB
+
+
+@pytest.fixture(scope="module")
+def library() -> KernelLibrary:
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ to compile the CUDA sources for the simulator")
+    return simulator_library([SOURCE])
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    return tensor.element_size()
+
+
+def outputs(library: KernelLibrary, tokens: int, heads: int, max_q: int, blocks: int) -> list[Any]:
+    size = library.query("attention_workspace", heads=heads, max_q=max_q, blocks=blocks)
+    out = torch.full((tokens, heads, VALUES), torch.nan, dtype=torch.bfloat16)
+    lse = torch.full((tokens, heads), torch.nan)
+    # Bytes that no kernel wrote must have no influence: as floats they are finite and large.
+    workspace = torch.full((size + 64,), POISON, dtype=torch.uint8)
+    return [out, lse, workspace, size]
+
+
+def verify(
+    library: KernelLibrary,
+    case: Case,
+    *,
+    mask: str = "bytes",
+    dense: bool = False,
+    blocks: int = 5,
+    min_chunk: int = 2,
+    max_q: int | None = None,
+    wide_indptr: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp of all tokens."""
+    max_q = max_q or case.max_q
+    out, lse, workspace, size = outputs(library, case.tokens, case.heads, max_q, blocks)
+    mask_bytes, mask_indptr = case.mask_bytes() if mask == "bytes" else (None, None)
+    tail = case.tail_keys() if dense else None
+    pointers = [case.kv_indptr, case.qo_indptr]
+    kv_indptr, qo_indptr = [p.long() if wide_indptr else p for p in pointers]
+    library.launch(
+        "verify_attention",
+        q=case.q,
+        q_token_stride=case.q.stride(0),
+        q_head_stride=case.q.stride(1),
+        kv=case.kv,
+        kv_row_stride=case.kv.stride(0),
+        tail=tail,
+        tail_row_stride=0 if tail is None else tail.stride(0),
+        kv_indptr=kv_indptr,
+        kv_indptr_bytes=bytes_of(kv_indptr),
+        kv_indices=case.kv_indices,
+        kv_indices_bytes=bytes_of(case.kv_indices),
+        qo_indptr=qo_indptr,
+        qo_indptr_bytes=bytes_of(qo_indptr),
+        out_cache_loc=None if dense else case.out_cache_loc,
+        out_cache_loc_bytes=bytes_of(case.out_cache_loc),
+        mask_bytes=mask_bytes,
+        mask_indptr=mask_indptr,
+        mask_words=case.mask_words() if mask == "words" else None,
+        causal=int(mask == "causal"),
+        out=out,
+        lse=lse,
+        workspace=workspace,
+        workspace_bytes=size,
+        bs=len(case.requests),
+        tokens=case.tokens,
+        heads=case.heads,
+        max_q=max_q,
+        scale=case.scale,
+        blocks=blocks,
+        min_chunk=min_chunk,
+    )
+    assert bool((workspace[size:] == POISON).all())
+    return out, lse
+
+
+def decode(
+    library: KernelLibrary,
+    case: DecodeCase,
+    blocks: int = 5,
+    min_chunk: int = 2,
+    with_lse: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = len(case.lengths)
+    out, lse, workspace, size = outputs(library, tokens, case.heads, 1, blocks)
+    library.launch(
+        "decode_attention",
+        q=case.q,
+        q_token_stride=case.q.stride(0),
+        q_head_stride=case.q.stride(1),
+        kv=case.kv,
+        kv_row_stride=case.kv.stride(0),
+        kv_indptr=case.kv_indptr,
+        kv_indptr_bytes=4,
+        kv_indices=case.kv_indices,
+        kv_indices_bytes=bytes_of(case.kv_indices),
+        out=out,
+        lse=lse if with_lse else None,
+        workspace=workspace,
+        workspace_bytes=size,
+        bs=tokens,
+        heads=case.heads,
+        scale=case.scale,
+        blocks=blocks,
+        min_chunk=min_chunk,
+    )
+    return out, lse
+
+
+def check(
+    got: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """bf16 rounding of the weights and of the result are all that may differ."""
+    out, lse = (part.double() for part in got)
+    want, want_lse = expected
+    n = want.shape[0]
+    torch.testing.assert_close(out[:n], want, rtol=1e-2, atol=4e-3, equal_nan=True)
+    torch.testing.assert_close(lse[:n], want_lse, rtol=1e-5, atol=1e-2, equal_nan=True)
+    assert bool((out[n:] == 0).all())
+    assert bool((lse[n:] == -torch.inf).all())
+
+
+full = pytest.mark.full
+
+
+def some(sample: list[Any], rest: list[Any]) -> list[Any]:
+    """Parameters of the sample, and those that only a full run tries."""
+    return [
+        *sample,
+        *(pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=full) for v in rest),
+    ]
+
+
+TAILS = [chain, star, diagonal, everything, random_tree, random_bits, nothing]
+
+
+@pytest.mark.parametrize("prefix", some([0, 15, 17, 31], [1, 16, 33, 255, 256]))
+def test_lengths_around_a_granule(library: KernelLibrary, prefix: int) -> None:
+    case = Case([(prefix, 9)], seed=prefix)
+    check(verify(library, case, min_chunk=1), case.expected())
+
+
+@pytest.mark.parametrize("tail", some(TAILS[-3:], TAILS[:-3]), ids=lambda tail: tail.__name__)
+@pytest.mark.parametrize("mask", ["bytes", "words"])
+def test_masks(library: KernelLibrary, tail: Tail, mask: str) -> None:
+    case = Case([(23, 9), (0, 5)], tail=tail)
+    check(verify(library, case, mask=mask), case.expected())
+
+
+@pytest.mark.parametrize(("mask", "tail"), [("causal", chain), ("none", everything)])
+def test_without_a_mask(library: KernelLibrary, mask: str, tail: Tail) -> None:
+    case = Case([(40, 12), (7, 3)], tail=tail)
+    check(verify(library, case, mask=mask), case.expected())
+
+
+@pytest.mark.parametrize("q", some([2, 5, 8, 9], [1, 3, 4, 6, 7]))
+def test_every_number_of_tiles(library: KernelLibrary, q: int) -> None:
+    """8 heads: one tile a row, each number of them a kernel of its own."""
+    case = Case([(50, q), (18, max(1, q - 1))], seed=q)
+    check(verify(library, case, blocks=3), case.expected())
+
+
+@pytest.mark.parametrize("q", some([17], [33, 63, 64]))
+def test_several_row_tiles(library: KernelLibrary, q: int) -> None:
+    case = Case([(21, q)], seed=q, tail=random_bits)
+    check(verify(library, case, blocks=7, min_chunk=1), case.expected())
+
+
+@pytest.mark.parametrize(
+    ("heads", "q"), some([(2, 7), (4, 5), (16, 3)], [(2, 1), (2, 64), (4, 33), (16, 9)])
+)
+def test_other_numbers_of_heads(library: KernelLibrary, heads: int, q: int) -> None:
+    """Fewer than 8: rows of a tile are of several tokens; 16: a token's rows are of two tiles."""
+    case = Case([(30, q), (5, 1), (0, q)], heads=heads, seed=q, tail=random_bits)
+    check(verify(library, case), case.expected())
+
+
+RAGGED = [(70, 9), (0, 0), (0, 4), (3, 1), (129, 0), (16, 9), (0, 9), (48, 2)]
+
+
+@pytest.mark.parametrize("blocks", some([1, 8], [2, 3, 40]))
+def test_ragged_batches_however_they_are_split(library: KernelLibrary, blocks: int) -> None:
+    case = Case(RAGGED, unowned=3, tail=random_bits)
+    check(verify(library, case, blocks=blocks, min_chunk=1), case.expected())
+
+
+@full
+def test_more_requests_than_lanes(library: KernelLibrary) -> None:
+    case = Case([(b % 7, b % 3) for b in range(70)], seed=4)
+    check(verify(library, case, blocks=9, min_chunk=1), case.expected())
+
+
+def test_shorter_than_captured(library: KernelLibrary) -> None:
+    """Grid and workspace of max_q = 20, requests of up to 4 rows, tokens to spare."""
+    case = Case([(33, 4), (2, 1)], unowned=35)
+    check(verify(library, case, max_q=20), case.expected())
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dense", [False, True])
+def test_index_types_and_where_the_tail_is(
+    library: KernelLibrary, dtype: torch.dtype, dense: bool
+) -> None:
+    case = Case([(37, 9), (10, 4)], index_dtype=dtype)
+    got = verify(library, case, dense=dense, wide_indptr=dtype is torch.int64)
+    check(got, case.expected())
+
+
+def test_a_dense_tail_is_not_read_from_the_pool(library: KernelLibrary) -> None:
+    case = Case([(20, 6)])
+    expected, keys = case.expected(), case.tail_keys()
+    case.kv[case.out_cache_loc] = torch.nan
+    case.tail_keys = lambda: keys  # type: ignore[method-assign]
+    check(verify(library, case, dense=True), expected)
+
+
+@pytest.mark.parametrize("broken", some([torch.nan], [torch.inf, -torch.inf]))
+def test_a_broken_tail_key_harms_only_rows_that_see_it(
+    library: KernelLibrary, broken: float
+) -> None:
+    """Row 4 of a star is seen by itself; its row of output may be anything not finite."""
+    case = Case([(21, 9)], tail=star)
+    keep = [i for i in range(9) if i != 4]
+    expected, expected_lse = case.expected()
+    case.kv[case.out_cache_loc[4], 100::7] = broken
+    out, lse = verify(library, case, min_chunk=1)
+    check((out[keep], lse[keep]), (expected[keep], expected_lse[keep]))
+    assert not bool(torch.isfinite(out[4]).any())
+
+
+def test_a_broken_prefix_key_is_seen_by_all_of_its_request(library: KernelLibrary) -> None:
+    case = Case([(40, 3), (20, 2)])
+    case.kv[case.kv_indices[39]] = torch.nan
+    check(verify(library, case, min_chunk=1), case.expected())
+
+
+def test_unit_weights_give_exact_means(library: KernelLibrary) -> None:
+    """Queries of zeros: a row is the mean of what it sees, but for the rounding to bf16."""
+    case = Case([(11, 5), (0, 5)], tail=random_tree)
+    case.q.zero_()
+    case.kv = torch.randint(-8, 9, case.kv.shape).bfloat16()
+    out, lse = verify(library, case, min_chunk=1)
+    want, want_lse = case.expected()
+    torch.testing.assert_close(out.double(), want, rtol=2**-8, atol=1e-7)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", some([3000.0], [30.0]))
+def test_extreme_logits(library: KernelLibrary, scale: float) -> None:
+    """Up to +-2e5: one key wins. Float32 scores of 1e5 have steps of 1/128: a wide bound."""
+    case = Case([(60, 6)], scale=scale)
+    out, lse = verify(library, case, min_chunk=1)
+    want, want_lse = case.expected()
+    assert bool(torch.isfinite(out).all())
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-6, atol=0.05)
+    close = (out.double() - want).abs().amax(dim=-1) < 0.1
+    assert close.float().mean() > 0.9
+
+
+def test_maxima_that_rise_all_the_way(library: KernelLibrary) -> None:
+    """Each granule's scores are above all before: every step rescales; or none does."""
+    case = Case([(200, 3)], scale=0.01)
+    direction = torch.randn(576).sign()
+    case.q[:] = direction.bfloat16()
+    for end in (10, -10):
+        steps = torch.linspace(-end, end, 200)
+        case.kv[case.kv_indices] = (direction * steps[:, None]).bfloat16()
+        check(verify(library, case, blocks=1), case.expected())
+
+
+def test_repeated_slots(library: KernelLibrary) -> None:
+    case = Case([(50, 4)])
+    case.kv_indices[10:40] = case.kv_indices[3]
+    check(verify(library, case, min_chunk=1), case.expected())
+
+
+def test_bitwise_the_same_in_any_order_of_threads(library: KernelLibrary) -> None:
+    case = Case(RAGGED[-3:], tail=random_bits)
+    runs = []
+    for seed in (1, 2):
+        library.seed_simulator(seed)
+        runs.append(verify(library, case, min_chunk=1))
+    for out, lse in runs[1:]:
+        assert torch.equal(out[: case.owned], runs[0][0][: case.owned])
+        assert torch.equal(lse[: case.owned], runs[0][1][: case.owned])
+
+
+def test_without_lse(library: KernelLibrary) -> None:
+    case = DecodeCase([20])
+    out, lse = decode(library, case, with_lse=False)
+    assert bool(lse.isnan().all())
+    torch.testing.assert_close(out.double(), case.expected()[0], rtol=1e-2, atol=4e-3)
+
+
+@pytest.mark.parametrize("heads", [2, 4, 8, 16])
+@pytest.mark.parametrize("dtype", some([torch.int32], [torch.int64]))
+def test_decode(library: KernelLibrary, heads: int, dtype: torch.dtype) -> None:
+    case = DecodeCase([0, 1, 15, 16, 17, 100, 0], heads=heads, index_dtype=dtype)
+    check(decode(library, case), case.expected())
+
+
+def test_decode_in_one_piece(library: KernelLibrary) -> None:
+    case = DecodeCase([33, 0, 64])
+    check(decode(library, case, blocks=2, min_chunk=100), case.expected())
