@@ -260,6 +260,7 @@ __global__ void __launch_bounds__(32 * kCandidateWarps, 4)
   const int end = split_begin(segments, split + 1, args.splits);
   int segment = split_begin(segments, split, args.splits) + ptx::warp();
   ptx::pdl_wait();
+  ptx::pdl_launch_dependents();
 
   CandidateScan<T> scan;
   Segment<T> next;
@@ -324,6 +325,7 @@ struct MergeArgs {
 __global__ void __launch_bounds__(32 * kCandidateWarps) merge_candidates_kernel(MergeArgs args) {
   const int row = ptx::block() * kCandidateWarps + ptx::warp();
   ptx::pdl_wait();
+  ptx::pdl_launch_dependents();
   if (row >= args.rows) return;
   const int reversed = kMaxCandidates - 1 - ptx::lane() % kMaxCandidates;
   WarpBest best;

@@ -57,6 +57,7 @@ __device__ void check_slots(const RelocateArgs& args) {
 template <typename Slot, int Units>
 __global__ void __launch_bounds__(1024) kv_relocate_kernel(RelocateArgs args) {
   ptx::pdl_wait();
+  ptx::pdl_launch_dependents();
   char* layer = static_cast<char*>(args.layers[ptx::block_y()]);
   const int total = args.moves << args.slice_log2;
   const int first_part = ptx::block() << args.slice_log2;

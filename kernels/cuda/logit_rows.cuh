@@ -1,6 +1,7 @@
 // Rows of logits as warps read them: segments of 1,024 columns, 32 per lane, in 16-byte loads.
 #pragma once
 
+#include <cfloat>
 #include <cmath>
 
 #include "ptx.cuh"
