@@ -203,6 +203,27 @@ def scale(
 
 
 @app.command()
+def defrag(
+    name: Name = None,
+    dry_run: Annotated[bool, typer.Option(help="Only show the plan and its gain.")] = False,
+    replica: Annotated[str | None, typer.Option(help="Only this one; see `status`.")] = None,
+    rows: Annotated[int, typer.Option(help="KV rows that the first pass may move.")] = 1024,
+    passes: Annotated[int, typer.Option(help="Passes at most.")] = 8,
+    pause_ms: Annotated[float, typer.Option(help="Longest pause of the ranks per pass.")] = 20.0,
+    as_json: AsJson = False,
+) -> None:
+    """Bring requests' KV rows together, a few between two steps; requests go on."""
+    with _told():
+        from overstory.orchestrator.defrag import DefragOrder
+
+        order = DefragOrder(dry_run, rows, passes, pause_ms)
+        _known(name)
+        from overstory.orchestrator.defrag_command import defrag as run
+
+        run(name, order, replica, as_json)
+
+
+@app.command()
 def bench(
     name: Name = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,

@@ -43,7 +43,9 @@ def connected(name: str | None) -> Iterator[DeploymentRecord]:
         cluster.disconnect()
 
 
-def ask_controller(deployment: str, method: str, *arguments: Any) -> Any:
+def ask_controller(
+    deployment: str, method: str, *arguments: Any, timeout_s: float = CALL_TIMEOUT_S
+) -> Any:
     """Calls a method of the controller and waits for the answer.
 
     Raises:
@@ -53,7 +55,7 @@ def ask_controller(deployment: str, method: str, *arguments: Any) -> Any:
     if actor is None:
         raise ControlError(f"deployment {deployment} has no controller; deploy it anew")
     try:
-        return ray.get(getattr(actor, method).remote(*arguments), timeout=CALL_TIMEOUT_S)
+        return ray.get(getattr(actor, method).remote(*arguments), timeout=timeout_s)
     except ray.exceptions.RayTaskError as error:
         raise ControlError(f"controller: {error.cause}") from error
     except (ray.exceptions.RayError, TimeoutError) as error:

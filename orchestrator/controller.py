@@ -27,6 +27,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from overstory.orchestrator.controller_state import ControllerState, Verdict
+from overstory.orchestrator.defrag import DefragOrder, DefragRefused, defragment
+from overstory.orchestrator.defrag_plan import Fragmentation, SlotPicture
 from overstory.orchestrator.lease import Command, LeaseRefused, StaleEpoch
 from overstory.orchestrator.rank_directory import RankGone
 from overstory.workers.death_note import EXIT_DIVERGED
@@ -66,6 +68,8 @@ class Controller:
         lease_steps: steps of each lease.
         ranks: the way to the ranks.
         clock: monotonic seconds.
+        defrag_every_s: how often to look for fragmentation; 0 never does by itself.
+        defrag_below: contiguous share below which a look is followed by passes.
     """
 
     def __init__(
@@ -74,8 +78,14 @@ class Controller:
         lease_steps: int,
         ranks: Ranks,
         clock: Callable[[], float] = time.monotonic,
+        defrag_every_s: float = 0.0,
+        defrag_below: float = 0.9,
     ) -> None:
         self._ranks = ranks
+        self._defrag_every_s = defrag_every_s
+        self._defrag_order = DefragOrder(below=defrag_below)
+        self._defragmenting: set[str] = set()
+        self._watch: asyncio.Task[None] | None = None
         self._clock = clock
         self._identity = uuid.uuid4().hex
         self._state = ControllerState(deployment, lease_steps, clock)
@@ -86,10 +96,13 @@ class Controller:
     def start(self) -> None:
         """Starts discovery on the running event loop."""
         self._discovery = asyncio.get_running_loop().create_task(self._discover())
+        if self._defrag_every_s > 0:
+            self._watch = asyncio.get_running_loop().create_task(self._watch_fragmentation())
 
     async def close(self) -> None:
         """Stops granting and lets the replicas run freely at once."""
-        tasks = [*self._tasks.values(), *([self._discovery] if self._discovery else [])]
+        others = (self._discovery, self._watch)
+        tasks = [*self._tasks.values(), *(task for task in others if task is not None)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -163,11 +176,48 @@ class Controller:
         async with asyncio.timeout(timeout_s):
             return {name: await self._results(name, ticketed.ticket) for name in names}
 
+    async def defrag(self, order: DefragOrder, replica: str | None = None) -> dict[str, Any]:
+        """Defragments a replica, or all under lease one after the other.
+
+        Returns:
+            by replica, see `defragment`.
+
+        Raises:
+            DefragRefused: a replica that is unknown, not steered (draining, lost, ...) or already
+                being defragmented; or its ranks refuse. Those before it are done.
+        """
+        names = self._state.leased() if replica is None else [replica]
+        if not names:
+            raise DefragRefused("no replica is under lease: there is nothing to defragment")
+        return {name: await self._defragment(name, order) for name in names}
+
     async def status(self) -> dict[str, Any]:
         """See `ControllerState.status`; reports are read anew for it."""
         names = self._state.leased()
         await asyncio.gather(*(self._read(name) for name in names), return_exceptions=True)
         return self._state.status()
+
+    # ------------------------------------------------------------------ `defrag.Steering`
+
+    def epoch_under_lease(self, replica: str) -> int:
+        """Epoch at a replica that is steered; `DefragRefused` if it is not."""
+        if replica not in self._state.leased():
+            standing = self._state.standing(replica) or f"unknown; known: {self._state.leased()}"
+            raise DefragRefused(f"replica {replica} cannot be defragmented: it is {standing}")
+        return self._state.epoch(replica)
+
+    async def carry_out(self, replica: str, command: Command) -> Mapping[int, Any]:
+        """Results of a command on one replica, by rank."""
+        return (await self.run_command(command, replica))[replica]
+
+    async def fetch_picture(self, replica: str, key: str) -> SlotPicture:
+        """The picture that rank 0 took under `key`."""
+        picture: SlotPicture = await self._rank(replica, 0, "slot_picture", key)
+        return picture
+
+    def pictured(self, replica: str, seen: Fragmentation) -> None:
+        """Keeps figures for the status."""
+        self._state.pictured(replica, dataclasses.asdict(seen))
 
     # ------------------------------------------------------------------ tasks
 
@@ -179,6 +229,27 @@ class Controller:
             except Exception:  # Ray's own store may be away for a moment: look again later.
                 logger.exception("looking for replicas failed")
             await asyncio.sleep(DISCOVERY_S)
+
+    async def _watch_fragmentation(self) -> None:
+        """Looks at replicas that have stepped since; passes follow where it is bad."""
+        while True:
+            await asyncio.sleep(self._defrag_every_s)
+            for name in self._state.worked():
+                try:
+                    await self._defragment(name, self._defrag_order)
+                except DefragRefused as refusal:
+                    logger.warning("%s", refusal)
+                except Exception:  # Whoever steers the replica finds out what is wrong with it.
+                    logger.exception("defragmenting replica %s failed", name)
+
+    async def _defragment(self, name: str, order: DefragOrder) -> dict[str, Any]:
+        if name in self._defragmenting:
+            raise DefragRefused(f"replica {name} is being defragmented already")
+        self._defragmenting.add(name)
+        try:
+            return await defragment(self, name, order)
+        finally:
+            self._defragmenting.discard(name)
 
     async def _steer(self, name: str) -> None:
         """Follows one replica until it is lost or another controller has it."""

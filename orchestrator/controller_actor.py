@@ -9,6 +9,7 @@ from typing import Any
 import ray
 
 from overstory.orchestrator.controller import Controller
+from overstory.orchestrator.defrag import DefragOrder
 from overstory.orchestrator.lease import Command
 from overstory.orchestrator.rank_directory import RankDirectory
 from overstory.orchestrator.rank_group import NAMESPACE
@@ -23,8 +24,16 @@ class _ControllerActor:
     """Async actor: Ray runs all its methods on one event loop."""
 
     # Ray awaits it: the controller's tasks need the actor's running loop.
-    async def __init__(self, deployment: str, lease_steps: int) -> None:  # type: ignore[misc]
-        self._controller = Controller(deployment, lease_steps, RankDirectory(deployment))
+    async def __init__(  # type: ignore[misc]
+        self, deployment: str, lease_steps: int, defrag_every_s: float, defrag_below: float
+    ) -> None:
+        self._controller = Controller(
+            deployment,
+            lease_steps,
+            RankDirectory(deployment),
+            defrag_every_s=defrag_every_s,
+            defrag_below=defrag_below,
+        )
         self._controller.start()
 
     async def register(self, replica: str, ranks: int) -> None:
@@ -39,6 +48,10 @@ class _ControllerActor:
         """See `Controller.run_command`."""
         return await self._controller.run_command(command, replica)
 
+    async def defrag(self, order: DefragOrder, replica: str | None = None) -> dict[str, Any]:
+        """See `Controller.defrag`."""
+        return await self._controller.defrag(order, replica)
+
     async def status(self) -> dict[str, Any]:
         """See `Controller.status`."""
         return await self._controller.status()
@@ -52,10 +65,12 @@ class _ControllerActor:
         await self._controller.close()
 
 
-def ensure_controller(deployment: str, lease_steps: int) -> Any:
+def ensure_controller(
+    deployment: str, lease_steps: int, defrag_every_s: float = 0.0, defrag_below: float = 0.9
+) -> Any:
     """The deployment's controller, started if it does not run. Returns its actor handle.
 
-    A running one keeps its own `lease_steps`.
+    A running one keeps its own settings.
     """
     actor = ray.remote(_ControllerActor).options(
         name=controller_name(deployment),
@@ -66,7 +81,7 @@ def ensure_controller(deployment: str, lease_steps: int) -> Any:
         max_task_retries=0,
         get_if_exists=True,
     )
-    return actor.remote(deployment, lease_steps)
+    return actor.remote(deployment, lease_steps, defrag_every_s, defrag_below)
 
 
 def find_controller(deployment: str) -> Any | None:

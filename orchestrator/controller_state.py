@@ -57,6 +57,9 @@ class ReplicaRecord:
     rates: dict[int, dict[str, float]] = field(default_factory=dict)
     reason: str = ""
     condemned: bool = False
+    fragmentation: Mapping[str, Any] | None = None
+    pictured_at: float = 0.0
+    pictured_forwards: int = 0
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,12 @@ class ControllerState:
         """The replica's next lease supersedes the present one and carries `command`."""
         self._replicas[name].commands.append(command)
 
+    def pictured(self, name: str, fragmentation: Mapping[str, Any]) -> None:
+        """A picture of the replica's slots was taken: its figures stay in the status."""
+        replica = self._replicas[name]
+        replica.fragmentation, replica.pictured_at = fragmentation, self._clock()
+        replica.pictured_forwards = int(replica.reports.get(0, {}).get("forwards", 0))
+
     # ------------------------------------------------------------------ decisions
 
     def next_lease(self, name: str) -> Lease | None:
@@ -227,6 +236,21 @@ class ControllerState:
         """Names of the replicas that this controller steers."""
         return [r.name for r in self._replicas.values() if r.phase == "leased"]
 
+    def worked(self) -> list[str]:
+        """Steered replicas that have stepped since their last picture, as far as reported."""
+        return [
+            r.name
+            for r in self._replicas.values()
+            if r.phase == "leased" and r.reports.get(0, {}).get("forwards", 0) > r.pictured_forwards
+        ]
+
+    def standing(self, name: str) -> str:
+        """Phase of a replica and the reason for it, in words; empty if it is unknown."""
+        replica = self._replicas.get(name)
+        if replica is None:
+            return ""
+        return f"{replica.phase} ({replica.reason})" if replica.reason else replica.phase
+
     def awaited(self) -> list[str]:
         """Names of the replicas that are up but not steered yet, or not at the moment."""
         return [r.name for r in self._replicas.values() if r.phase == "found"]
@@ -260,7 +284,8 @@ class ControllerState:
 
         `deployment`, `policy`, `lease_steps`, `uptime_s`, `replicas`: list of `name`, `phase`,
         `reason`,
-        `epoch`, `lease` (rank 0's ledger), `digests_equal_up_to`, `ranks`: list of `rank`, `pid`,
+        `epoch`, `lease` (rank 0's ledger), `digests_equal_up_to`, `fragmentation` (of the last
+        picture, with its `age_s`; None before the first), `ranks`: list of `rank`, `pid`,
         `health`,
         `health_reason`, `forwards`, `load`, `steps`, `age_s` of the report, and `steps_per_s`,
         `tokens_per_s`, `tokens_per_forward` between the last two reports.
@@ -283,6 +308,9 @@ class ControllerState:
             "epoch": replica.epoch,
             "lease": first.get("lease"),
             "digests_equal_up_to": replica.digests.compared,
+            "fragmentation": None
+            if replica.fragmentation is None
+            else {**replica.fragmentation, "age_s": round(now - replica.pictured_at, 1)},
             "ranks": [
                 self._rank_status(replica, rank, report, now)
                 for rank, report in sorted(replica.reports.items())

@@ -222,6 +222,12 @@ def plan_moves(
     )
 
 
+def no_moves(picture: SlotPicture, epoch: int) -> Plan:
+    """The plan that leaves everything where it is."""
+    seen = measure(picture)
+    return Plan(epoch, picture.size, (), (), seen, seen)
+
+
 def check_plan(plan: Plan, epoch: int, size: int, row_limit: int) -> None:
     """Refuses a plan that does not fit.
 

@@ -135,7 +135,8 @@ def set_replicas(name: str, replicas: int) -> None:
 
 def start_controller(spec: DeploymentSpec) -> None:
     """The deployment's controller, which finds the replicas by their ranks' names."""
-    ensure_controller(spec.name, spec.control.lease_steps)
+    control = spec.control
+    ensure_controller(spec.name, control.lease_steps, control.defrag_every_s, control.defrag_below)
 
 
 def app_status(name: str) -> AppStatus | None:

@@ -111,6 +111,14 @@ class ControlSpec(_Section):
     lease_timeout_s: float = Field(default=5.0, gt=0)
     """Seconds that rank 0 waits for a late lease; then ranks run free under the last policy."""
 
+    defrag_every_s: float = Field(default=0.0, ge=0)
+    """Seconds between two looks at how scattered the KV rows of requests are; 0 looks only when
+    `overstory defrag` asks."""
+
+    defrag_below: float = Field(default=0.9, ge=0, le=1)
+    """Share of neighbouring rows that are neighbours in the pool, below which such a look is
+    followed by relocation passes."""
+
 
 class DeploymentSpec(_Section):
     """One model, one drafter, some replicas, a tree policy."""

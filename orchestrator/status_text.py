@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from overstory.orchestrator.defrag_text import fragmentation_line
+
 
 def acceptance(steps: dict[str, Any] | None, policy: str) -> str:
     """Share of drafts that reached each depth under `policy`, in percent; empty if none yet."""
@@ -42,6 +44,8 @@ def _controller_lines(controller: dict[str, Any] | None) -> Iterator[str]:
         yield f"  replica {replica['name']}: {replica['phase']}{why}{equal if leased else ''}"
         if leased:
             yield from map(_rank_line, replica["ranks"])
+        if leased and (seen := replica.get("fragmentation")):
+            yield f"    KV, {seen['age_s']:.0f} s ago: {fragmentation_line(seen)}"
 
 
 def render(picture: dict[str, Any]) -> str:
