@@ -92,7 +92,11 @@ class KernelLibrary:
     def _text_of(self, code: int) -> str:
         if not self.target.is_cuda:
             return self._simulator_says()
-        return str(torch.cuda.cudart().cudaGetErrorString(code))
+        runtime = torch.cuda.cudart()
+        try:
+            return str(runtime.cudaGetErrorString(runtime.cudaError(code)))
+        except (TypeError, ValueError):
+            return "a code that this torch has no text for"
 
 
 class _Launcher:

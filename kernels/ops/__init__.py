@@ -7,6 +7,7 @@ them (tensors to write into, workspaces) are further keyword arguments.
 from .attention import attention_workspace, decode_attention, verify_attention
 from .candidates import candidates_topk, candidates_workspace, merge_candidates
 from .relocate import LayerTable, kv_relocate
+from .sampling import sample_nodes, sample_workspace
 from .schedule import Schedule
 from .status import BadInputError, raise_bad_input
 from .trees import TreeMask, tree_accept, tree_build, tree_mask
@@ -25,6 +26,8 @@ __all__ = [
     "kv_relocate",
     "merge_candidates",
     "raise_bad_input",
+    "sample_nodes",
+    "sample_workspace",
     "tree_accept",
     "tree_build",
     "tree_mask",

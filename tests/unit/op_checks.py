@@ -153,3 +153,42 @@ def check_candidates(device: str, seed: int, rows: int, columns: int) -> None:
     want_logprobs, want_ids = reference.merge_candidates(want_shards, k)
     assert equal(ids, want_ids)
     torch.testing.assert_close(logprobs.cpu(), want_logprobs, rtol=1e-5, atol=1e-5)
+
+
+def draw_sampling(
+    generator: torch.Generator, rows: int, kind: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Parameters of `sample_nodes` after the logits; `kind`: greedy, plain (no filter), any."""
+
+    def choose(values: list[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        picks = torch.randint(len(values), (rows,), generator=generator)
+        return torch.tensor(values, dtype=dtype)[picks]
+
+    temperature = choose([0.0] if kind == "greedy" else [0.3, 0.8, 1.0, 1.5])
+    top_k = choose([-1, 0, 3, 20] if kind == "any" else [-1], torch.int64)
+    top_p = choose([1.0, 0.9, 0.5] if kind == "any" else [1.0])
+    min_p = choose([0.0, 0.05] if kind == "any" else [0.0])
+    if kind == "any":
+        temperature[0] = 0.0
+    seeds = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
+    return temperature, top_k, top_p, min_p, seeds, torch.arange(rows) * 7
+
+
+def check_sampling(device: str, seed: int, rows: int, columns: int, kind: str) -> None:
+    """Tokens equal the reference's, but where the noise falls within rounding of a bound."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = draw_logits(generator, rows, columns)
+    logits[:, -1] = 0.0  # no row forbids everything
+    parameters = draw_sampling(generator, rows, kind)
+    status = torch.full((rows,), 9, dtype=torch.int32, device=device)
+    on_device = [parameter.to(device) for parameter in parameters]
+    options = {"status": status, "filters": kind == "any"}
+    got = ops.sample_nodes(logits.to(device), *on_device, **options).cpu()
+    assert status.tolist() == [0] * rows
+    want = reference.sample_nodes(logits, *parameters)
+    if kind == "greedy":
+        assert torch.equal(got, want)
+        return
+    probs = reference.filtered_probs(logits, *parameters[:4])
+    assert bool((probs.gather(1, got.unsqueeze(1)) > 0).all()), "a token that is filtered"
+    assert int((got != want).sum()) <= 1 + rows // 100

@@ -143,3 +143,19 @@ def test_what_the_kernels_are_not_made_for_is_refused() -> None:
     small = torch.empty(10, dtype=torch.uint8)
     with pytest.raises(KernelError, match="verify_attention: CUDA error"):
         ops.verify_attention(*arguments, scale=0.1, workspace=small)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "plain", "any"])
+def test_sampling(kind: str) -> None:
+    op_checks.check_sampling("cpu", 1, 4, 1500, kind)
+
+
+def test_a_row_that_breaks_the_promise_of_no_filters_gets_no_token() -> None:
+    logits = torch.randn(2, 50)
+    status = torch.empty(2, dtype=torch.int32)
+    ones, zeros, ints = torch.ones(2), torch.zeros(2), torch.zeros(2, dtype=torch.int64)
+    top_k = torch.tensor([0, 5])
+    arguments = (logits, ones, top_k, ones, zeros, ints, ints)
+    got = ops.sample_nodes(*arguments, filters=False, status=status)
+    assert status.tolist() == [0, 4]
+    assert got[1] == -1

@@ -1,0 +1,60 @@
+"""Tests that need a GPU and nothing else but torch and pytest: no SGLang, no Ray, no install."""
+
+import importlib.util
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+# `chi_square` is shared with the unit tests.
+sys.path.append(str(ROOT / "tests" / "unit"))
+
+
+def _show_package() -> None:
+    """The import package where it is not installed, as a folder of links (as tests/mypy.sh)."""
+    links = Path(tempfile.mkdtemp(prefix="overstory-links-"))
+    (links / "overstory").mkdir()
+    (links / "overstory" / "kernels").symlink_to(ROOT / "kernels")
+    sys.path.insert(0, str(links))
+
+
+if importlib.util.find_spec("overstory") is None:
+    _show_package()
+
+
+def _why_not() -> str | None:
+    """Why no test of this folder can run here."""
+    from overstory.kernels.compilers import find_nvcc
+    from overstory.kernels.cuda_library import arch_of
+    from overstory.kernels.errors import NoCompilerError, NoDeviceError
+
+    try:
+        arch_of()
+        find_nvcc()
+    except (NoDeviceError, NoCompilerError) as error:
+        return str(error)
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = [item for item in items if Path(__file__).parent in item.path.parents]
+    reason = _why_not() if here else None
+    for item in here:
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No op falls back to the reference here."""
+    monkeypatch.setenv("OVERSTORY_KERNELS", "cuda")
+
+
+@pytest.fixture(autouse=True)
+def errors_show_where_they_arise(our_kernels: None) -> object:
+    """A faulting kernel is reported by the test that launched it."""
+    yield
+    torch.cuda.synchronize()
