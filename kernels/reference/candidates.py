@@ -80,7 +80,9 @@ def merge_candidates(shards: Sequence[Shard] | Shard, k: int) -> tuple[torch.Ten
     logits = shards.logits.transpose(0, 1).reshape(rows, count * width)
     token_ids = shards.token_ids.transpose(0, 1).reshape(rows, count * width)
     if count > 1:
-        by_id = torch.argsort(token_ids, dim=1)
+        # Forbidden tokens (-inf) before those that do not exist, as within one shard.
+        last = torch.iinfo(torch.int64).max
+        by_id = torch.argsort(token_ids.masked_fill(token_ids == PAD_TOKEN_ID, last), dim=1)
         order = torch.sort(logits.gather(1, by_id), dim=1, descending=True, stable=True).indices
         order = by_id.gather(1, order)
         logits, token_ids = logits.gather(1, order), token_ids.gather(1, order)

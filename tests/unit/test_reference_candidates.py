@@ -119,3 +119,13 @@ def test_arguments_out_of_range() -> None:
 def test_no_rows() -> None:
     logprobs, token_ids = merge_candidates(split(torch.zeros(0, 6), [3], 2), 2)
     assert logprobs.shape == token_ids.shape == (0, 2)
+
+
+def test_forbidden_tokens_come_before_those_that_do_not_exist() -> None:
+    """In a merge of shards as within one, so that an order of shards changes nothing."""
+    logits = torch.tensor([[2.0, -torch.inf, 1.0]])
+    whole = candidates_topk(logits, 4)
+    assert whole.token_ids.tolist() == [[0, 2, 1, PAD_TOKEN_ID]]
+    none = candidates_topk(torch.empty(1, 0), 4, first_token_id=3)
+    for shards in ([whole], [none, whole], [whole, none]):
+        assert torch.equal(merge_candidates(shards, 4)[1], whole.token_ids)
