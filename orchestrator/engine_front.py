@@ -223,8 +223,10 @@ class OverstoryEngine(Engine):
         host = f"[{host}]" if ":" in host else host
         rank_args = dataclasses.replace(server_args, dist_init_addr=f"{host}:{port_args.nccl_port}")
         manager, templates = self._front(server_args, port_args)
-        infos = self._group.start(rank_args, port_args, self._on_progress)
-        _take_load_file_off(manager)
+        try:
+            infos = self._group.start(rank_args, port_args, self._on_progress)
+        finally:  # Rank 0 may have made it before another rank failed.
+            _take_load_file_off(manager)
         manager.max_req_input_len = infos[0]["max_req_input_len"]
         manager.on_loop_failure = self._front_failed
         self.tokenizer_manager = manager

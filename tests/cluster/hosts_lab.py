@@ -37,8 +37,6 @@ from hosts_layout import (
 SCRIPT = Path(__file__).with_name("hosts_lab.sh")
 START_S = 60.0
 GONE_S = 20.0
-SHARED = "/mnt"
-"""Folder that all hosts of a lab see, and nobody else."""
 
 
 class LabError(RuntimeError):

@@ -12,8 +12,9 @@ shift
 read -r pid _ </proc/self/stat
 
 switch() {
-  mount -t tmpfs -o mode=700,size=64m shared /mnt # Files that all hosts see; gone with the lab.
-  ssh-keygen -q -t ed25519 -N "" -f /mnt/key
+  mount -t tmpfs -o mode=755,size=64m own /run
+  mkdir -m 700 /run/shared # What all hosts of the lab see, and nobody else.
+  ssh-keygen -q -t ed25519 -N "" -f /run/shared/key
   # Hosts' default route ends here: what they send elsewhere is refused at once, as by a firewall.
   echo 1 >/proc/sys/net/ipv4/ip_forward
   ip route add prohibit default
@@ -48,7 +49,12 @@ host() {
   shift 2
   mount -t proc proc /proc
   echo "$name" >/proc/sys/kernel/hostname
+  exec 3</run/shared # It is the switch's until /run is this host's.
   mount -t tmpfs -o mode=755,size=64m own /run
+  mkdir /run/shared
+  # As it is: mount would follow the link to the folder that covers the switch's.
+  mount --no-canonicalize --bind /proc/self/fd/3 /run/shared
+  exec 3<&-
   own_folder /tmp 1777 4g "$@"
   own_folder /root 700 1g "$@"
   own_folder /dev/shm 1777 2g
@@ -57,8 +63,8 @@ host() {
   own_file /etc/resolv.conf ""
   ip link set lo up
   mkdir -m 700 /root/.ssh
-  cp /mnt/key.pub /root/.ssh/authorized_keys
-  install -m 600 /mnt/key /root/.ssh/id_ed25519
+  cp /run/shared/key.pub /root/.ssh/authorized_keys
+  install -m 600 /run/shared/key /root/.ssh/id_ed25519
   echo "export PATH=$path" >/root/.bashrc
   ssh-keygen -q -t ed25519 -N "" -f /run/host_key
   mkdir -m 755 /run/sshd

@@ -11,8 +11,9 @@ from pathlib import Path
 NETWORK = IPv4Network("10.77.0.0/24")
 SWITCH = f"{NETWORK[254]}/{NETWORK.prefixlen}"
 
-OWN_FOLDERS = ("/tmp", "/root", "/run")
-"""Folders that every host has of its own (and /dev/shm, which holds nothing to share)."""
+OWN_FOLDERS = ("/tmp", "/root")
+"""Folders that every host has of its own and in which a Python or the project may lie. It has /run
+and /dev/shm of its own as well."""
 
 TOOLS = {
     "ip": "iproute2",

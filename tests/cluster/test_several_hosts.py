@@ -6,6 +6,7 @@ them must go there.
 
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -126,4 +127,23 @@ def test_ranks_of_one_replica_on_two_hosts_used_from_the_worker(
     os.kill(away, signal.SIGSTOP)
     down = other.run("overstory", "down", timeout_s=DOWN_S)
     assert down.returncode == 0, down.stderr
+    assert_nothing_left(cluster)
+
+
+@pytest.mark.full
+def test_why_a_rank_on_another_host_failed_is_told_on_the_head(
+    cluster: Lab, hosts: tuple[Host, Host]
+) -> None:
+    head, other = hosts
+    # Whole on one host and broken on the other: only the rank there fails.
+    for host in hosts:
+        host.check("cp", "-r", resolve_model("overstory-tiny"), "/root/model")
+    other.check("sh", "-c", "truncate --size=1000 /root/model/*.safetensors")
+    model = ("model=/root/model", "served_model_name=overstory-tiny")
+    up = deploy(head, ONE_ON_EACH, *model)
+    assert up.returncode == 1
+    failed = re.search(r"rank (\d) died \(exit code", up.stderr)
+    assert failed, up.stderr
+    assert "SafetensorError" in up.stderr
+    assert "last log lines" in up.stderr
     assert_nothing_left(cluster)

@@ -46,7 +46,7 @@ class SharedDeviceGloo(metaclass=_SameInstances):
 
 def share_gloo_device() -> None:
     """From now on, groups of this process share a device."""
-    c10d.ProcessGroupGloo = SharedDeviceGloo  # type: ignore[misc, assignment]
+    c10d.ProcessGroupGloo = SharedDeviceGloo
 
 
 def gloo_device_shared() -> bool:
