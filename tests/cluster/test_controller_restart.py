@@ -5,12 +5,15 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 from leftovers import actors_of, wait_until
-from live_engine import LiveEngine
+from live_engine import PROMPT, LiveEngine, Stream
 
 from overstory.orchestrator.controller_actor import end_controller, ensure_controller
+from overstory.orchestrator.defrag import DefragOrder
+from overstory.orchestrator.defrag_plan import Plan, SlotPicture, measure
 from overstory.orchestrator.lease import Command
 
 LEASE_STEPS = 8
@@ -73,6 +76,53 @@ def test_a_policy_and_a_command_reach_all_ranks(live: LiveEngine, controller: An
         ray.get(controller.set_policy.remote("tree-63"), timeout=30)
     assert {r["policy"] for r in live.reports()} == {"chain"}
     ray.get(controller.set_policy.remote("tree-7"), timeout=30)
+
+
+def test_streams_go_on_through_defrag_passes(live: LiveEngine, controller: Any) -> None:
+    prompts = [PROMPT, [*PROMPT[:20], 7, 8, 9], list(range(90, 190)), [*range(90, 150), 5]]
+
+    def streams() -> list[Stream]:
+        return [live.stream(2 * TOKENS, prompt) for prompt in prompts]
+
+    expected = [stream.result() for stream in streams()]
+    under_way = streams()
+    for stream in under_way:
+        stream.wait_for(10)
+    dry = ray.get(controller.defrag.remote(DefragOrder(dry_run=True, rows=256)), timeout=60)["r1"]
+    assert dry["passes"] == []
+    assert dry["before"] == dry["after"]
+    passes: list[dict[str, Any]] = []
+    while not all(stream.done.done() for stream in under_way):
+        done = ray.get(controller.defrag.remote(DefragOrder(rows=256, passes=1)), timeout=60)
+        passes += done["r1"]["passes"]
+    assert [stream.result() for stream in under_way] == expected
+    assert sum(one["rows"] for one in passes) > 0, "the pool was contiguous: nothing was shown"
+    assert live.generate(2 * TOKENS, prompts[2]) == expected[2], "from the relocated prefix cache"
+    status = replica(controller)
+    assert status is not None
+    assert (status["phase"], status["reason"]) == ("leased", "")
+    assert status["fragmentation"]["free"] > 0
+
+
+def test_plans_that_do_not_fit_are_refused_on_all_ranks_and_nothing_moves(
+    live: LiveEngine, controller: Any
+) -> None:
+    status = replica(controller)
+    assert status is not None
+    size, epoch = status["ranks"][0]["load"]["max_slots"], status["epoch"]
+    seen = measure(SlotPicture(size, (), np.arange(1, size + 1)))
+    for plan, why in (
+        (Plan(epoch + 1, size, (1,), (2,), seen, seen), f"epoch {epoch + 1}"),
+        (Plan(epoch, size, (1, 2), (3, 3), seen, seen), "used twice"),
+        (Plan(epoch, size, (1,), (size + 1,), seen, seen), "out of range"),
+        (None, "wants a plan"),
+    ):
+        command = Command("relocate", {"plan": plan}, drain=True)
+        answer = ray.get(controller.run_command.remote(command), timeout=60)["r1"]
+        assert [why in answer[rank]["refused"] for rank in (0, 1)] == [True, True]
+    with pytest.raises(ValueError, match="it is unknown; known"):
+        ray.get(controller.defrag.remote(DefragOrder(), "r9"), timeout=60)
+    assert len(live.generate(20)) == 20
 
 
 def test_a_killed_controller_harms_no_stream_and_comes_back(
