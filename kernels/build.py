@@ -110,8 +110,7 @@ def build_object(target: Target, source: Path) -> Path:
 
     Raises: as `build_library`.
     """
-    texts = [part for file in included(source) for part in (file.name, file.read_bytes())]
-    key = key_of(["object", *_of_compiler(target), *target.compile_flags, *texts])
+    key = _object_key(target, source)
 
     def compile_into(folder: Path) -> None:
         flags = [*target.compile_flags, f"-I{SOURCES}", f"-I{source.parent}"]
@@ -120,8 +119,22 @@ def build_object(target: Target, source: Path) -> Path:
         printed = _run(command, folder, f"compiling {source.name} for {target.name}")
         (folder / REPORT).write_text(printed)
         _drop_intermediates(folder)
+        if _object_key(target, source) != key:
+            raise _ChangedMeanwhile
 
-    return cached(cache_folder(), f"{source.stem}-{target.name}-{key}", compile_into)
+    try:
+        return cached(cache_folder(), f"{source.stem}-{target.name}-{key}", compile_into)
+    except _ChangedMeanwhile:
+        return build_object(target, source)
+
+
+class _ChangedMeanwhile(Exception):
+    """A source was edited while the compiler read it: the object is not what its key says."""
+
+
+def _object_key(target: Target, source: Path) -> str:
+    texts = [part for file in included(source) for part in (file.name, file.read_bytes())]
+    return key_of(["object", *_of_compiler(target), *target.compile_flags, *texts])
 
 
 def included(source: Path) -> list[Path]:

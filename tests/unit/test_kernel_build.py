@@ -102,6 +102,17 @@ def test_key_does_not_hold_the_folder(source: Path, scripted: Compiler, tmp_path
     assert build.build_object(target, source) == build.build_object(target, elsewhere / "scale.cu")
 
 
+def test_a_source_edited_while_it_compiles_is_compiled_again(
+    source: Path, scripted: Compiler, tmp_path: Path
+) -> None:
+    # Only the first run of the compiler edits.
+    edit = f"[ $(wc -l <{tmp_path}/runs) = 1 ] && echo '// edited' >>{source}"
+    entry = build.build_object(scripted(f"cat {source} >$out; {edit}; true"), source)
+    assert runs(tmp_path) == 2
+    assert "// edited" in (entry / build.OBJECT).read_text()
+    assert list(entry.parent.glob("scale-simulator-*/")) == [entry]
+
+
 def test_parts_of_a_key_do_not_run_together() -> None:
     assert key_of(["ab", "c"]) != key_of(["a", "bc"])
 
