@@ -1,11 +1,11 @@
 // The draw of rows with top-k, top-p or min-p, after sample_nodes_kernel: a block per row.
 //
 // All three filters keep a prefix of the tokens by descending logit, the lower id first among
-// equals. The last of the prefix is found without sorting: logits become integers of the same
-// order, and a histogram of counts and of integer weights, 2,048 bins over the range in question,
-// says in which bin the prefix ends; the range becomes that bin, until it is one logit (once or
-// twice for 16-bit logits, at most three times for float32). Ties of it are kept by id. Integer
-// sums do not depend on their order: atomics, and yet bitwise repeatable.
+// equals. Where it ends is found without sorting: a histogram of counts and of integer weights,
+// 2,048 bins of equal width in logits, says in which bin; the next one cuts that bin by logits as
+// ordered integers; until there is one token or one logit left (a pass for 16-bit logits, mostly
+// two for float32, at most four). Ties of that logit are kept by id. Integer sums do not depend on
+// their order: atomics, and yet bitwise repeatable.
 //
 // From the scan's sums a bound is known below which nothing can be kept; segments whose highest
 // logit is below are not read.
@@ -34,11 +34,9 @@ struct FilterShared {
   std::uint64_t sums[kMaxSegments];
   Tally warps[kFilterWarps];
   std::uint64_t rest;
-  float floor;
+  float floor, reach;
   int found;
-  // Where the prefix ends: in the bin or logit of `high`, with `above` before it.
-  Tally above, inside;
-  std::uint32_t high;
+  Tally above, inside;  // what comes before the bin or logit where the prefix ends; what it holds
 };
 
 /// Integers in the order of the floats; both zeros are one.
@@ -168,6 +166,8 @@ __device__ int locate_in_row(const FilterRow<T>& row, FilterShared& shared, floa
 }
 
 /// A logit below which no token is kept, and not below the lowest number: -inf is never looked at.
+/// Leaves in shared.reach where the first histogram may end: `floor`, or a guess if that is not
+/// known.
 ///
 /// top-k: the k-th largest of the segments' maxima. top-p: all tokens of weight below
 /// (1 - top_p) total / V together miss 1 - top_p, so the sum before any of them is above top_p.
@@ -176,9 +176,9 @@ template <typename T>
 __device__ float lowest_kept(const FilterRow<T>& row, const SampleRules& rules,
                              FilterShared& shared) {
   const int segments = segments_of(row.columns);
-  if (ptx::thread() == 0) shared.floor = -FLT_MAX;
+  if (ptx::thread() == 0) shared.floor = shared.reach = -FLT_MAX;
   ptx::sync_block();
-  if (rules.top_k != 0 && rules.top_k <= segments && ptx::thread() < segments) {
+  if (rules.top_k != 0 && ptx::thread() < segments) {
     const float mine = shared.highest[ptx::thread()];
     int rank = 0;
     for (int i = 0; i < segments; ++i) {
@@ -186,6 +186,10 @@ __device__ float lowest_kept(const FilterRow<T>& row, const SampleRules& rules,
       rank += other > mine || (other == mine && i < ptx::thread()) ? 1 : 0;
     }
     if (rank == rules.top_k - 1) shared.floor = fmaxf(mine, -FLT_MAX);
+    if (rank == segments - 1) {
+      const float span = fmaxf(4.0f * (row.highest - mine), 16.0f * rules.temperature);
+      shared.reach = row.highest - span;
+    }
   }
   ptx::sync_block();
   float least = rules.min_p;
@@ -199,80 +203,145 @@ __device__ float lowest_kept(const FilterRow<T>& row, const SampleRules& rules,
   return fmaxf(shared.floor, fminf(row.highest + distance - slack, row.highest));
 }
 
-/// Last logit of the prefix that top-k and top-p keep, as an ordered integer, or the lowest not
-/// below `floor` if that is higher. Leaves in shared.above what comes before it, in shared.inside
-/// its ties.
+/// Ordered integers high - range .. high, cut into bins from the highest logit down.
+struct BinRule {
+  std::uint32_t high;
+  std::uint32_t range;
+  bool linear;
+  int shift;      // a bin is 2^shift integers, or
+  float highest;  // linear: the distance from `highest` times `scale`, the last bin without end
+  float scale;
+
+  /// Bins ascend as logits descend. No compiler may fuse this, or the bins' bounds would not be
+  /// where `bounds_of` finds them.
+  __device__ std::uint32_t linear_bin(float logit) const {
+    const float place = ptx::mul_rn(ptx::add_rn(highest, -logit), scale);
+    return static_cast<std::uint32_t>(fminf(place, static_cast<float>(kBins - 1)));
+  }
+
+  /// The bin of a logit, kBins or more if it is not of the range.
+  __device__ std::uint32_t bin_of(float logit) const {
+    const std::uint32_t offset = high - ordered(logit);
+    if (offset > range) return kBins;  // also what is above `high`: the difference wraps
+    return linear ? linear_bin(logit) : offset >> shift;
+  }
+
+  /// Smallest offset of the range whose bin is at least `bin`.
+  __device__ std::uint32_t first_offset(std::uint32_t bin) const {
+    std::uint32_t low = 0, up = range;
+    while (low < up) {
+      const std::uint32_t middle = low + (up - low) / 2;
+      if (linear_bin(from_ordered(high - middle)) >= bin) {
+        up = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    return low;
+  }
+
+  /// Shrinks the range to one bin that holds something.
+  __device__ void narrow(std::uint32_t bin) {
+    std::uint32_t first = bin << shift, last = range;
+    if (linear) {
+      first = first_offset(bin);
+      if (linear_bin(from_ordered(high - range)) > bin) last = first_offset(bin + 1) - 1;
+    } else if (range - first >= 1u << shift) {
+      last = first + ((1u << shift) - 1);
+    }
+    high -= first;
+    range = last - first;
+    linear = false;
+  }
+};
+
+/// Fills the histogram: of each bin the count, and if `weighs` the integer weights.
+template <typename T>
+__device__ void fill_bins(const FilterRow<T>& row, const SampleRules& rules, const BinRule& bins,
+                          bool weighs, FilterShared& shared) {
+  for (int i = ptx::thread(); i < kBins; i += kFilterThreads) {
+    shared.mass[i] = 0;
+    shared.count[i] = 0;
+  }
+  ptx::sync_block();
+  row.each(
+      shared, from_ordered(bins.high - bins.range),
+      [&](float logit, int) {
+        const std::uint32_t bin = bins.bin_of(logit);
+        if (bin >= kBins) return;
+        ptx::atomic_add(&shared.count[bin], 1u);
+        if (weighs) ptx::atomic_add(&shared.mass[bin], fixed_weight(rules.weight(logit, row.top)));
+      },
+      [](int) {});
+  ptx::sync_block();
+}
+
+/// The last bin that is not empty and whose first token is kept, with `above` before the first bin.
+/// Moves shared.above to before that bin and puts what it holds in shared.inside.
+__device__ inline std::uint32_t choose_bin(std::uint32_t most_count, std::uint64_t most_mass,
+                                           Tally above, FilterShared& shared) {
+  Tally bins[kBinsPerThread], mine{0, 0}, total;
+#pragma unroll
+  for (int i = 0; i < kBinsPerThread; ++i) {
+    const int bin = ptx::thread() * kBinsPerThread + i;
+    bins[i] = {shared.mass[bin], shared.count[bin]};
+    mine.mass += bins[i].mass;
+    mine.count += bins[i].count;
+  }
+  if (ptx::thread() == 0) shared.found = INT32_MAX;
+  Tally before = scan_block(mine, shared.warps, total);
+  before.mass += above.mass;
+  before.count += above.count;
+  int last = -1;
+  Tally last_above{0, 0}, last_inside{0, 0};
+#pragma unroll
+  for (int i = 0; i < kBinsPerThread; ++i) {
+    if (bins[i].count == 0) continue;
+    if (before.count < most_count && before.mass <= most_mass) {
+      last = ptx::thread() * kBinsPerThread + i;
+      last_above = before;
+      last_inside = bins[i];
+    }
+    before.mass += bins[i].mass;
+    before.count += bins[i].count;
+  }
+  if (last >= 0) ptx::atomic_min(&shared.found, -last);
+  ptx::sync_block();
+  const int bin = -shared.found;
+  if (last == bin) {
+    shared.above = last_above;
+    shared.inside = last_inside;
+  }
+  ptx::sync_block();
+  return static_cast<std::uint32_t>(bin);
+}
+
+/// Where the prefix that top-k and top-p keep ends: an ordered integer that is its last logit, or
+/// has that logit alone at or above it in the last bin. (The lowest logit not below `floor`, if
+/// the prefix goes on.) shared.above is what comes before that logit, shared.inside its ties.
 template <typename T>
 __device__ std::uint32_t last_of_prefix(const FilterRow<T>& row, const SampleRules& rules,
                                         float floor, std::uint64_t most_mass,
                                         FilterShared& shared) {
   const std::uint32_t most_count = rules.top_k != 0 ? rules.top_k : UINT32_MAX;
-  const bool weighs = rules.top_p < 1.0f;
-  std::uint32_t high = ordered(row.highest);
-  std::uint32_t range = high - ordered(floor);
+  BinRule bins;
+  bins.high = ordered(row.highest);
+  bins.range = bins.high - ordered(floor);
+  bins.linear = true;
+  bins.shift = 0;
+  bins.highest = row.highest;
+  const float reach = fmaxf(floor, shared.reach);
+  bins.scale = row.highest > reach ? kBins / (row.highest - reach) : 0.0f;
   Tally above{0, 0};
-  int shift;
-  do {
-    shift = 32 - kBinsLog2 - ptx::leading_zeros(range);
-    shift = shift > kStep<T> ? shift : kStep<T>;
-    for (int i = ptx::thread(); i < kBins; i += kFilterThreads) {
-      shared.mass[i] = 0;
-      shared.count[i] = 0;
-    }
-    ptx::sync_block();
-    row.each(
-        shared, from_ordered(high - range),
-        [&](float logit, int) {
-          const std::uint32_t offset = high - ordered(logit);
-          if (offset > range) return;  // also what is above `high`: the difference wraps
-          ptx::atomic_add(&shared.count[offset >> shift], 1u);
-          if (!weighs) return;
-          const std::uint64_t mass = fixed_weight(rules.weight(logit, row.top));
-          ptx::atomic_add(&shared.mass[offset >> shift], mass);
-        },
-        [](int) {});
-    ptx::sync_block();
-    Tally bins[kBinsPerThread], mine{0, 0}, total;
-#pragma unroll
-    for (int i = 0; i < kBinsPerThread; ++i) {
-      const int bin = ptx::thread() * kBinsPerThread + i;
-      bins[i] = {shared.mass[bin], shared.count[bin]};
-      mine.mass += bins[i].mass;
-      mine.count += bins[i].count;
-    }
-    if (ptx::thread() == 0) shared.found = INT32_MAX;
-    Tally before = scan_block(mine, shared.warps, total);
-    before.mass += above.mass;
-    before.count += above.count;
-    // The last bin that is not empty and whose first token is kept.
-    int last = -1;
-    Tally last_above{0, 0}, last_inside{0, 0};
-#pragma unroll
-    for (int i = 0; i < kBinsPerThread; ++i) {
-      if (bins[i].count == 0) continue;
-      if (before.count < most_count && before.mass <= most_mass) {
-        last = ptx::thread() * kBinsPerThread + i;
-        last_above = before;
-        last_inside = bins[i];
-      }
-      before.mass += bins[i].mass;
-      before.count += bins[i].count;
-    }
-    if (last >= 0) ptx::atomic_min(&shared.found, -last);
-    ptx::sync_block();
-    const int bin = -shared.found;
-    if (last == bin) {
-      shared.above = last_above;
-      shared.inside = last_inside;
-    }
-    ptx::sync_block();
+  for (;;) {
+    fill_bins(row, rules, bins, rules.top_p < 1.0f, shared);
+    bins.narrow(choose_bin(most_count, most_mass, above, shared));
     above = shared.above;
-    const std::uint32_t passed = static_cast<std::uint32_t>(bin) << shift;
-    const std::uint32_t width = (1u << shift) - 1;
-    high -= passed;
-    range = range - passed < width ? range - passed : width;
-  } while (shift > kStep<T>);
-  return logit_up_to<T>(high);
+    if (shared.inside.count == 1) return bins.high - bins.range;
+    if ((bins.range >> kStep<T>) == 0) return logit_up_to<T>(bins.high);
+    bins.shift = 32 - kBinsLog2 - ptx::leading_zeros(bins.range);
+    bins.shift = bins.shift > kStep<T> ? bins.shift : kStep<T>;
+  }
 }
 
 /// How many of the ties at the end of the prefix are kept; at least 1.
