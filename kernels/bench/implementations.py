@@ -1,0 +1,94 @@
+"""Which implementations of attention there are, and at which shapes each is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .baselines import naive, sglang_decode, sglang_verify
+from .baselines.foreign_sglang import ForeignSglang
+from .cases import AttentionCase
+from .inputs import AttentionInputs
+from .ours import ours
+from .timing import Launch
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """A name in the results, and how to make a launch over one set of inputs."""
+
+    name: str
+    prepare: Callable[[AttentionInputs], Launch]
+    takes: Callable[[AttentionCase], bool]
+    whole: bool
+    """Whether it computes all that our op does, so that its output can be checked."""
+    version: str = ""
+    """Of the project it is from."""
+
+
+def _is_verify(case: AttentionCase) -> bool:
+    return case.op == "verify_attention"
+
+
+def _always(case: AttentionCase) -> bool:
+    return True
+
+
+def _decode_takes(case: AttentionCase) -> bool:
+    # At bs 4 and 65,536 it once ended in an illegal memory access, which ends the process too.
+    return case.op == "decode_attention" or case.bs * case.context <= 1 << 17 or case.bs == 1
+
+
+OURS = Implementation("ours", ours, _always, True)
+NAIVE = Implementation("naive_block_per_head", naive.naive, _always, True)
+
+
+def from_sglang(folders: Iterable[Path]) -> list[Implementation]:
+    """Those that the given `sglang` folders hold the files of.
+
+    Raises:
+        FileNotFoundError: one is no such folder.
+    """
+    found: list[Implementation] = []
+    for folder in folders:
+        sglang = ForeignSglang(folder)
+        if sglang.has("extend_attention"):
+            found.append(_extend(sglang))
+        if sglang.has("decode_attention"):
+            found += [_decode(sglang, splits) for splits in sglang_decode.SPLITS]
+        if sglang.has("verify_mla"):
+            found.append(_shared_kv(sglang))
+    return found
+
+
+def _extend(sglang: ForeignSglang) -> Implementation:
+    return Implementation(
+        "sglang_triton_extend",
+        lambda inputs: sglang_verify.extend(sglang, inputs),
+        _is_verify,
+        True,
+        f"sglang {sglang.version}",
+    )
+
+
+def _decode(sglang: ForeignSglang, splits: int) -> Implementation:
+    return Implementation(
+        f"sglang_triton_split_decode_{splits}",
+        lambda inputs: sglang_decode.folded_decode(sglang, inputs, splits),
+        _decode_takes,
+        False,
+        f"sglang {sglang.version}",
+    )
+
+
+def _shared_kv(sglang: ForeignSglang) -> Implementation:
+    # Its second kernel holds q x q x 1024 products in registers: over 16 rows that does not build
+    # in a reasonable time.
+    return Implementation(
+        "sglang_shared_kv_chain",
+        lambda inputs: sglang_verify.shared_kv(sglang, inputs),
+        lambda case: _is_verify(case) and case.q <= 16,
+        False,
+        f"sglang {sglang.version}",
+    )
