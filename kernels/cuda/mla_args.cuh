@@ -5,8 +5,10 @@
 
 #ifdef OVERSTORY_SIM
 #define OVERSTORY_UNROLL
+#define OVERSTORY_UNROLL_4
 #else
 #define OVERSTORY_UNROLL _Pragma("unroll")
+#define OVERSTORY_UNROLL_4 _Pragma("unroll 4")
 #endif
 
 namespace overstory::mla {
@@ -49,7 +51,7 @@ struct Args {
   int tokens;                 // rows of q and out, owned by a request or not
   int heads_shift;            // log2(heads)
   int blocks;                 // of the attention kernel
-  int min_chunk;              // granules that a block takes at least
+  int min_chunk;              // granules that a block takes at least; 0: see chunk_of
   int mask_mode;
   bool wide_kv_indptr;        // int64 rather than int32
   bool wide_kv_indices;

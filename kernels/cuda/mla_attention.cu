@@ -104,7 +104,7 @@ int attend(Args& args, int heads, int max_q, void* workspace, int64_t workspace_
            void* stream) {
   args.heads_shift = heads_shift_of(heads);
   if (args.heads_shift < 0 || max_q < 1 || max_q > kMaxTail || args.blocks < 1 ||
-      args.min_chunk < 1 || !(args.scale_log2 > 0.0f) || args.kv_row_bytes % 16 != 0 ||
+      args.min_chunk < 0 || !(args.scale_log2 > 0.0f) || args.kv_row_bytes % 16 != 0 ||
       args.tail_row_bytes % 16 != 0) {
     return kInvalid;
   }
@@ -149,7 +149,8 @@ extern "C" int overstory_attention_workspace(int heads, int max_q, int blocks) {
 //   causal       row i sees the rows 0..i, or all of them
 //   lse          float or null
 //   max_q        no request has more rows, 1..64
-//   blocks, min_chunk   grid of the attention kernel; granules of 16 keys that a block takes at least
+//   blocks       of the attention kernel
+//   min_chunk    granules of 16 keys that a block takes at least; 0: chosen on the device
 // Rows of tokens that no request owns become 0 (lse -inf).
 extern "C" int overstory_verify_attention(
     const void* q, int64_t q_token_stride, int64_t q_head_stride, const void* kv,

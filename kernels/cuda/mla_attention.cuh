@@ -21,7 +21,7 @@ constexpr float kSlack = 8.0f;
 
 // A block's share of an item. In shared memory, because registers are scarce.
 struct alignas(16) Piece {
-  const void* indices;  // of the request's prefix
+  int64_t first_index;  // of the request's prefix
   int prefix, keys;     // of the request; keys with the tail
   int begin, end;       // granules
   int plain_end;        // of those with keys of the prefix only
@@ -40,7 +40,7 @@ constexpr int kDenseTail = -2;
 
 __device__ __forceinline__ int locate_key(const Args& args, const Piece& piece, int key) {
   if (key < piece.prefix) {
-    return static_cast<int>(load_index(piece.indices, args.wide_kv_indices, key));
+    return static_cast<int>(load_index(args.kv_indices, args.wide_kv_indices, piece.first_index + key));
   }
   if (key >= piece.keys) return kNoKey;
   const int token = piece.first_token + key - piece.prefix;
@@ -287,58 +287,75 @@ struct Block {
     }
   }
 
-  // Weights 2^(score - maximum) of a tile, to shared memory in bf16; its maxima and sums go on.
-  template <bool kTail>
-  __device__ __forceinline__ void softmax(const Args& args, int granule, int tile, bool odd) {
-    const float4 before = load_state(tile);
-    float m[2] = {before.x, before.y}, l[2] = {before.z, before.w};
-    float4 s = add_parts(tile, odd);
-    if (kTail) mask_scores(args, granule, tile, s);
-    float top[2] = {fmaxf(s.x, s.z), fmaxf(s.y, s.w)};
+  // Weights 2^(score - maximum) of tiles `warp` and `warp` + 8, to shared memory in bf16; their
+  // maxima and sums go on. Two tiles go side by side, because each waits on itself.
+  template <bool kTail, int kCount>
+  __device__ __forceinline__ void softmax(const Args& args, int granule, bool odd) {
+    float4 s[kCount];
+    float top[kCount][2], factor[kCount][2];
+    OVERSTORY_UNROLL
+    for (int k = 0; k < kCount; ++k) {
+      const int tile = warp() + k * kWarps;
+      s[k] = add_parts(tile, k > 0 || odd);
+      if (kTail) mask_scores(args, granule, tile, s[k]);
+      top[k][0] = fmaxf(s[k].x, s[k].z), top[k][1] = fmaxf(s[k].y, s[k].w);
+    }
     OVERSTORY_UNROLL
     for (int step = 4; step < 32; step *= 2) {
-      top[0] = fmaxf(top[0], ptx::shfl_xor(top[0], step));
-      top[1] = fmaxf(top[1], ptx::shfl_xor(top[1], step));
-    }
-    float factor[2] = {1.0f, 1.0f};
-    bool moves[2];
-    OVERSTORY_UNROLL
-    for (int c = 0; c < 2; ++c) {
-      top[c] *= args.scale_log2;
-      moves[c] = top[c] > m[c] + kSlack;
-      if (moves[c]) {
-        factor[c] = ptx::exp2_fast(m[c] - top[c]);
-        m[c] = top[c];
-        l[c] *= factor[c];
+      OVERSTORY_UNROLL
+      for (int k = 0; k < kCount; ++k) {
+        top[k][0] = fmaxf(top[k][0], ptx::shfl_xor(top[k][0], step));
+        top[k][1] = fmaxf(top[k][1], ptx::shfl_xor(top[k][1], step));
       }
     }
-    const bool moved = ptx::any(moves[0] || moves[1]);
-    if (lane() == 0) at<uint8_t>(L::kMoved)[tile] = moved ? 1 : 0;
-    if (moved && lane() < 4) {
-      at<float2>(L::kScaling)[tile * 4 + lane()] = make_float2(factor[0], factor[1]);
+    OVERSTORY_UNROLL
+    for (int k = 0; k < kCount; ++k) {
+      const int tile = warp() + k * kWarps;
+      const float4 before = load_state(tile);
+      float m[2] = {before.x, before.y}, l[2] = {before.z, before.w};
+      bool moves[2];
+      OVERSTORY_UNROLL
+      for (int c = 0; c < 2; ++c) {
+        top[k][c] *= args.scale_log2;
+        moves[c] = top[k][c] > m[c] + kSlack;
+        factor[k][c] = 1.0f;
+        if (moves[c]) {
+          factor[k][c] = ptx::exp2_fast(m[c] - top[k][c]);
+          m[c] = top[k][c];
+          l[c] *= factor[k][c];
+        }
+      }
+      // A row that has seen nothing: all scores are -inf, and so must the exponents be.
+      const float base[2] = {m[0] == kMinusInfinity ? 0.0f : m[0],
+                             m[1] == kMinusInfinity ? 0.0f : m[1]};
+      const uint32_t near =
+          ptx::pack_bf16x2(ptx::exp2_fast(fmaf(s[k].x, args.scale_log2, -base[0])),
+                           ptx::exp2_fast(fmaf(s[k].y, args.scale_log2, -base[1])));
+      const uint32_t far =
+          ptx::pack_bf16x2(ptx::exp2_fast(fmaf(s[k].z, args.scale_log2, -base[0])),
+                           ptx::exp2_fast(fmaf(s[k].w, args.scale_log2, -base[1])));
+      uint32_t* to = at<uint32_t>(L::kWeights) + tile * 64 + lane();
+      to[0] = near;
+      to[32] = far;
+      const bool moved = ptx::any(moves[0] || moves[1]);
+      if (lane() == 0) at<uint8_t>(L::kMoved)[tile] = moved ? 1 : 0;
+      if (moved && lane() < 4) {
+        at<float2>(L::kScaling)[tile * 4 + lane()] = make_float2(factor[k][0], factor[k][1]);
+      }
+      // The sums of what the product will use: of the rounded weights.
+      l[0] += ptx::bits_float(near << 16) + ptx::bits_float(far << 16);
+      l[1] += ptx::bits_float(near & 0xffff0000u) + ptx::bits_float(far & 0xffff0000u);
+      store_state(tile, m, l);
     }
-    // A row that has seen nothing: all scores are -inf, and so must the exponents be.
-    const float base[2] = {m[0] == kMinusInfinity ? 0.0f : m[0],
-                           m[1] == kMinusInfinity ? 0.0f : m[1]};
-    const uint32_t near =
-        ptx::pack_bf16x2(ptx::exp2_fast(fmaf(s.x, args.scale_log2, -base[0])),
-                         ptx::exp2_fast(fmaf(s.y, args.scale_log2, -base[1])));
-    const uint32_t far = ptx::pack_bf16x2(ptx::exp2_fast(fmaf(s.z, args.scale_log2, -base[0])),
-                                          ptx::exp2_fast(fmaf(s.w, args.scale_log2, -base[1])));
-    // The sum of what the product will use: of the rounded weights.
-    l[0] += ptx::bits_float(near << 16) + ptx::bits_float(far << 16);
-    l[1] += ptx::bits_float(near & 0xffff0000u) + ptx::bits_float(far & 0xffff0000u);
-    uint32_t* to = at<uint32_t>(L::kWeights) + tile * 64 + lane();
-    to[0] = near;
-    to[32] = far;
-    store_state(tile, m, l);
   }
 
   template <bool kTail>
   __device__ __forceinline__ void softmax_tiles(const Args& args, int granule) {
-    const bool odd = L::kOdd && !L::kFull && warp() == kTiles - 1;
-    if (warp() < kTiles) softmax<kTail>(args, granule, warp(), odd);
-    if (L::kFull && warp() == 0) softmax<kTail>(args, granule, kWarps, true);
+    if (L::kFull && warp() == 0) {
+      softmax<kTail, 2>(args, granule, false);
+    } else if (warp() < kTiles) {
+      softmax<kTail, 1>(args, granule, L::kOdd && !L::kFull && warp() == kTiles - 1);
+    }
   }
 
   __device__ __forceinline__ bool any_moved() const {
@@ -405,14 +422,20 @@ struct Block {
     store_state(warp(), high, sum);
     if (L::kFull && warp() == 0) store_state(kWarps, high, sum);
     if (thread() < 16) at<uint8_t>(L::kMoved)[thread()] = 0;
-    if (piece().end * kGranule > piece().prefix) {
-      load_visible<kTiles>(args, piece(), at<uint64_t>(L::kVisible));
-    }
     load_queries(args);
   }
 
-  // One granule: its scores, the values of the one before, its weights. `now`: its stage; `where`:
-  // of this thread's key, kStages - 1 granules on.
+  // This thread's key of a granule to its stage, which has been free since a barrier; `where` it
+  // is, and then where its key of the next granule is.
+  __device__ __forceinline__ void load_ahead(const Args& args, int granule, int to, int& where) {
+    if (granule < piece().end) {
+      load_key(args, stage(to), where, thread());
+      where = locate_key(args, piece(), (granule + 1) * kGranule + (thread() >> 4));
+    }
+    ptx::cp_async_commit();
+  }
+
+  // One granule: its scores, the values of the one before, its weights. `now`: its stage.
   template <bool kTail>
   __device__ __forceinline__ void step(const Args& args, int granule, int& now,
                                        int& where) {
@@ -422,34 +445,31 @@ struct Block {
     }
     multiply_scores(stage(now));
     const int before = now == 0 ? kStages - 1 : now - 1;
+    // Between the products there is time for the loads; with three stages there is none to free a
+    // stage so late, and they go where the granule before has just been read.
+    if (L::kAhead == kStages - 2) {
+      load_ahead(args, granule + L::kAhead, now < 2 ? now + kStages - 2 : now - 2, where);
+    }
     if (granule > piece().begin) multiply_values(stage(before));
     ptx::sync_block();  // scores are there; the weights and the stage before are free
-    if (granule + kStages - 1 < piece().end) {
-      load_key(args, stage(before), where, thread());
-      where = locate_key(args, piece(), (granule + kStages) * kGranule + (thread() >> 4));
-    }
-    ptx::cp_async_commit();
+    if (L::kAhead == kStages - 1) load_ahead(args, granule + L::kAhead, before, where);
     softmax_tiles<kTail>(args, granule);
-    ptx::cp_async_wait<kStages - 2>();
+    ptx::cp_async_wait<L::kAhead - 1>();
     ptx::sync_block();  // weights and the next granule are there; the scores are free
     now = now + 1 == kStages ? 0 : now + 1;
   }
 
   // The piece in shared memory.
   __device__ __forceinline__ void run(const Args& args) {
-    const int key = thread() >> 4, end = piece().end;
     int granule = piece().begin;
-    int where = locate_key(args, piece(), granule * kGranule + key);
-    OVERSTORY_UNROLL
-    for (int i = 0; i < kStages - 1; ++i) {
-      if (granule + i < end) {
-        load_key(args, stage(i), where, thread());
-        where = locate_key(args, piece(), (granule + i + 1) * kGranule + key);
-      }
-      ptx::cp_async_commit();
-    }
+    int where = locate_key(args, piece(), granule * kGranule + (thread() >> 4));
     begin(args);
-    ptx::cp_async_wait<kStages - 2>();
+    OVERSTORY_UNROLL
+    for (int i = 0; i < L::kAhead; ++i) load_ahead(args, granule + i, i, where);
+    if (piece().end * kGranule > piece().prefix) {
+      load_visible<kTiles>(args, piece(), at<uint64_t>(L::kVisible));
+    }
+    ptx::cp_async_wait<L::kAhead - 1>();
     ptx::sync_block();
     int now = 0;
     for (; granule < piece().plain_end; ++granule) step<false>(args, granule, now, where);
@@ -551,9 +571,7 @@ __device__ __forceinline__ void make_piece(const Args& args, int tiles, int unit
   const int first = unit - first_unit;
   const int last = end - first_unit < granules ? end - first_unit : granules;
   if (ptx::thread() == 0) {
-    piece.indices = static_cast<const char*>(args.kv_indices) +
-                    load_index(args.kv_indptr, args.wide_kv_indptr, place.index) *
-                        (args.wide_kv_indices ? 8 : 4);
+    piece.first_index = load_index(args.kv_indptr, args.wide_kv_indptr, place.index);
     piece.prefix = place.request.prefix;
     piece.keys = place.request.prefix + place.request.tail;
     piece.begin = first;
@@ -576,7 +594,7 @@ __global__ void __launch_bounds__(kThreads, kTiles <= 3 ? 2 : 1) attention(const
   ptx::pdl_launch_dependents();
   int total = 0, ignored = 0;
   find_place<By::unit>(args, kTiles, -1, total, ignored);
-  const int chunk = chunk_of(args, total);
+  const int chunk = chunk_of(args, kTiles, total);
   const int begin = ptx::block() * chunk;
   const int end = begin + chunk < total ? begin + chunk : total;
   if (begin >= end) return;

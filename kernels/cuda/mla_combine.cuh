@@ -75,6 +75,7 @@ __device__ __forceinline__ void add_parts(const Args& args, const Parts& parts,
                          (parts.tile * kColumnBlocks + column) * 32 + ptx::lane();
     const int64_t stride = static_cast<int64_t>(parts.tiles) * kColumnBlocks * 32;
     float4 sum = make_float4(0, 0, 0, 0);
+    OVERSTORY_UNROLL_4
     for (int part = ptx::warp(); part < parts.count(); part += kWarps) {
       const float4 v = from[parts.slot(part) * stride];
       const float2 w = *reinterpret_cast<const float2*>(weights + part * 8 + t * 2);
@@ -132,7 +133,7 @@ __global__ void __launch_bounds__(kThreads) combine(const Args args, int tiles) 
   ptx::pdl_wait();  // by every block: one that leaves without could end this grid too early
   if (ptx::block() >= total_tiles) return clear_unowned(args, ptx::block() - total_tiles);
   const Place place = find_place<By::tile>(args, tiles, ptx::block(), ignored, ignored);
-  const int chunk = chunk_of(args, total_units);
+  const int chunk = chunk_of(args, tiles, total_units);
   const int tile = ptx::block() - place.first_tile;
   const int granules = granules_of(place.request);
   const int first_unit = place.first_unit + tile / tiles * granules;

@@ -22,6 +22,7 @@ struct Layout {
   static constexpr int kPairs = kTiles / 2;  // tiles whose scores each half of the warps computes
   static constexpr bool kOdd = kTiles % 2 != 0;  // one more, for which the halves share the columns
   static constexpr int kRows = 8 * kTiles;
+  static constexpr int kAhead = kStages > 3 ? kStages - 2 : kStages - 1;  // granules, of loads
 
   // A tile's scores are the sum of the parts of four warps, eight for the odd tile.
   static constexpr int kScores = kStages * kStageBytes;

@@ -77,7 +77,7 @@ __device__ __forceinline__ Place find_place(const Args& args, int tiles, int wan
     const int own_tiles = tiles_of(r, args.heads_shift);
     const int own_units = ceil_div(own_tiles, tiles) * granules_of(r);
     int units = own_units, row_tiles = own_tiles;  // inclusive sums over the lanes
-    for (int step = 1; step < 32; step *= 2) {
+    for (int step = 1; step < 32 && step < args.bs; step *= 2) {
       const int u = ptx::shfl_up(units, step), t = ptx::shfl_up(row_tiles, step);
       if (ptx::lane() >= step) units += u, row_tiles += t;
     }
@@ -98,18 +98,27 @@ __device__ __forceinline__ Place find_place(const Args& args, int tiles, int wan
       place.found = true;
       return place;
     }
-    units_before += ptx::shfl(units, 31);
-    tiles_before += ptx::shfl(row_tiles, 31);
+    const int last = args.bs - base < 32 ? args.bs - base - 1 : 31;  // later lanes hold part sums
+    units_before += ptx::shfl(units, last);
+    tiles_before += ptx::shfl(row_tiles, last);
   }
   total_units = units_before;
   total_tiles = tiles_before;
   return place;
 }
 
-// Units per block.
-__device__ __forceinline__ int chunk_of(const Args& args, int total_units) {
+// What writing a part of an item and adding it up costs, in the time that a granule takes: about
+// so much for each tile.
+constexpr float kPartCost = 0.01f;
+
+// Units per block: an even share, but not so few that parts cost more than they save. A block
+// takes chunk granules' time, total / chunk parts take their cost; the sum is least at
+// sqrt(cost * total).
+__device__ __forceinline__ int chunk_of(const Args& args, int tiles, int total_units) {
   const int even = ceil_div(total_units, args.blocks);
-  return even > args.min_chunk ? even : args.min_chunk;
+  const float best = sqrtf(kPartCost * static_cast<float>(tiles) * static_cast<float>(total_units));
+  const int least = args.min_chunk > 0 ? args.min_chunk : static_cast<int>(best) + 1;
+  return even > least ? even : least;
 }
 
 // Where a block leaves its part of an item that it does not own whole. An item begins in at most
