@@ -5,6 +5,7 @@ Ray, made for CPU tensors of small batches; tensors on other devices work but sy
 """
 
 from .accept import Accepted, tree_accept
+from .adjust import EarlyEnd, Penalties, adjust_nodes
 from .attention import decode_attention, verify_attention
 from .candidates import PAD_TOKEN_ID, Shard, candidates_topk, merge_candidates
 from .mask import ancestor_matrix, full_mask, packed_mask, positions
@@ -16,8 +17,11 @@ __all__ = [
     "MAX_ROWS",
     "PAD_TOKEN_ID",
     "Accepted",
+    "EarlyEnd",
+    "Penalties",
     "Shard",
     "Tree",
+    "adjust_nodes",
     "ancestor_matrix",
     "candidates_topk",
     "chain_tree",
