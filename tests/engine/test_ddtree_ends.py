@@ -158,9 +158,6 @@ def test_context_end(
 
 
 REFUSED = {
-    "frequency_penalty": {"frequency_penalty": 0.5},
-    "presence_penalty": {"presence_penalty": 0.5},
-    "repetition_penalty": {"repetition_penalty": 1.2},
     "json_schema": {"json_schema": "{}"},
     "regex": {"regex": "a+"},
 }

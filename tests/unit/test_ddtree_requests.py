@@ -11,8 +11,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
+import torch
+
+from overstory.workers.ddtree import EARLIER_OUTPUT
 from overstory.workers.ddtree.admission import refusal
 from overstory.workers.ddtree.finish import finish_within_limit
+from overstory.workers.ddtree.rules import RequestRules
 from overstory.workers.ddtree.sampler import request_seed, serves
 
 
@@ -22,7 +26,9 @@ def _request(**changes: Any) -> Any:
         "presence_penalty": 0.0,
         "repetition_penalty": 1.0,
         "min_new_tokens": 0,
+        "stop_token_ids": None,
         "logit_bias": None,
+        "custom_params": None,
         "json_schema": None,
         "regex": None,
         "ebnf": None,
@@ -33,6 +39,11 @@ def _request(**changes: Any) -> Any:
         "return_hidden_states": False,
         "custom_logit_processor": None,
         "input_embeds": None,
+        "origin_input_ids": [7, 8, 9],
+        "output_ids": [],
+        "eos_token_ids": {1},
+        "tokenizer": None,
+        "vocab_size": 16,
     }
     for name, value in changes.items():
         (params if name in params else request)[name] = value
@@ -41,16 +52,18 @@ def _request(**changes: Any) -> Any:
 
 def test_a_plain_request_is_served() -> None:
     assert refusal(_request()) is None
-    assert refusal(_request(logit_bias={"5": -100.0, "7": 3.5})) is None
+    assert refusal(_request(logit_bias={"5": -100.0, "7": 3.5}, min_new_tokens=3)) is None
+    assert refusal(_request(frequency_penalty=0.1, repetition_penalty=1.1)) is None
+    assert refusal(_request(presence_penalty=-0.1, custom_params={EARLIER_OUTPUT: 3})) is None
 
 
 @pytest.mark.parametrize(
     "asked",
     [
-        {"frequency_penalty": 0.1},
-        {"presence_penalty": -0.1},
-        {"repetition_penalty": 1.1},
-        {"min_new_tokens": 3},
+        {"custom_params": {EARLIER_OUTPUT: 4}},
+        {"custom_params": {EARLIER_OUTPUT: -1}},
+        {"custom_params": {EARLIER_OUTPUT: "2"}},
+        {"custom_params": {EARLIER_OUTPUT: True}},
         {"json_schema": "{}"},
         {"regex": "a"},
         {"ebnf": "root ::= 1"},
@@ -67,6 +80,29 @@ def test_what_a_tree_cannot_do_is_refused_by_name(asked: dict[str, Any]) -> None
     message = refusal(_request(**asked))
     assert message is not None
     assert next(iter(asked)) in message
+
+
+def test_rules_of_a_request_that_asks_for_none() -> None:
+    assert RequestRules.of(_request()) is None
+    assert RequestRules.of(_request(stop_token_ids={3}, custom_params={EARLIER_OUTPUT: 2})) is None
+
+
+def test_rules_end_where_the_engine_does() -> None:
+    """Row 2 is the prompt's last: it draws the first token, and with a minimum of 4 may not end."""
+    rules: Any = RequestRules.of(_request(min_new_tokens=4, stop_token_ids={5, 99}))
+    assert (rules.ends, rules.first_end) == ([1, 5], 6)
+    tokenizer = SimpleNamespace(eos_token_id=2, additional_stop_token_ids={3})
+    rules = RequestRules.of(_request(min_new_tokens=1, tokenizer=tokenizer))
+    assert (rules.ends, rules.first_end) == ([1, 2, 3], 3)
+
+
+def test_output_is_counted_where_it_is_made() -> None:
+    asked = _request(frequency_penalty=1.0, output_ids=[4], custom_params={EARLIER_OUTPUT: 2})
+    rules: Any = RequestRules.of(asked)
+    counts = rules.counts(10, torch.device("cpu"))
+    assert counts.nonzero().flatten().tolist() == [4, 8, 9]
+    rules.append(torch.tensor([4, 0, -1, -1]))
+    assert rules.counts(10, torch.device("cpu"))[[0, 4, 9]].tolist() == [1, 2, 1]
 
 
 def test_logprobs_are_refused() -> None:

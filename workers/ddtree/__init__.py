@@ -20,6 +20,10 @@ ALGORITHM = "DDTREE"
 POLICY_ENV = "OVERSTORY_TREE_POLICY"
 """Environment variable with the policy that a rank starts with."""
 
+EARLIER_OUTPUT = "overstory_earlier_output"
+"""Key of a request's ``custom_params``: that many last tokens of the prompt count as output, since
+another replica generated them for the same sequence."""
+
 
 def rows_for(max_nodes: int, block_size: int) -> int:
     """Target rows per request and step that an engine for trees of ``max_nodes`` reserves."""

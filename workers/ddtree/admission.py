@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from overstory.workers.ddtree import ALGORITHM
+from overstory.workers.ddtree import ALGORITHM, EARLIER_OUTPUT
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -23,21 +23,15 @@ _CONSTRAINTS = ("json_schema", "regex", "ebnf", "structural_tag")
 def refusal(req: Req) -> str | None:
     """Why DDTREE cannot serve this request exactly, or None if it can."""
     params = req.sampling_params
-    penalties = {
-        "frequency_penalty": (params.frequency_penalty, 0.0),
-        "presence_penalty": (params.presence_penalty, 0.0),
-        "repetition_penalty": (params.repetition_penalty, 1.0),
-        "min_new_tokens": (params.min_new_tokens, 0),
-    }
-    for name, (value, neutral) in penalties.items():
-        if value != neutral:
-            return (
-                f"{name}={value} is not supported with {ALGORITHM}: it depends on the tokens "
-                f"before each node of a draft tree; leave it at {neutral}"
-            )
     for token, bias in (params.logit_bias or {}).items():
         if not abs(bias) <= _MAX_BIAS:
             return f"logit_bias of token {token} is {bias}; it must be within ±{_MAX_BIAS:g}"
+    earlier = (params.custom_params or {}).get(EARLIER_OUTPUT, 0)
+    if type(earlier) is not int or not 0 <= earlier <= len(req.origin_input_ids):
+        return (
+            f"custom_params.{EARLIER_OUTPUT} is {earlier!r}; it must be a number of prompt tokens, "
+            f"here 0 to {len(req.origin_input_ids)}"
+        )
     for name in _CONSTRAINTS:
         if getattr(params, name, None) is not None:
             return (

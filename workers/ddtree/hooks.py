@@ -6,7 +6,13 @@ from overstory.workers.ddtree import algorithm
 from overstory.workers.ddtree.admission import check_request
 from overstory.workers.ddtree.finish import finish_within_limit
 from overstory.workers.ddtree.headroom import widen_rows
-from overstory.workers.ddtree.sampler import keep_seeds, sample_last_rows
+from overstory.workers.ddtree.sampler import (
+    allow_min_tokens,
+    bias_scores,
+    keep_requests,
+    sample_last_rows,
+    without_penalizers,
+)
 from overstory.workers.ddtree.step_record import count_step
 from overstory.workers.seam.patches import Patch, hook
 
@@ -27,10 +33,28 @@ def patches() -> list[Patch]:
             "first tokens would be drawn without the request's seed, and apart on each rank",
         ),
         hook(
+            "sglang.srt.layers.sampler.Sampler.compute_logprobs_only",
+            "before",
+            bias_scores,
+            "scores of prompts would lack the logit bias",
+        ),
+        hook(
             "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",
             "after",
-            keep_seeds,
+            keep_requests,
             "per-request seeds are dropped unless the whole engine is deterministic",
+        ),
+        hook(
+            "sglang.srt.sampling.penaltylib.orchestrator._BatchedPenalizer.prepare_if_required",
+            "around",
+            without_penalizers,
+            "penalties would be applied twice, and crash without a tokenizer",
+        ),
+        hook(
+            "sglang.srt.sampling.sampling_params.raise_if_tokenizer_required",
+            "around",
+            allow_min_tokens,
+            "min_new_tokens would need a tokenizer in the engine",
         ),
         hook(
             "sglang.srt.speculative.dflash_utils.validate_dflash_request",

@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from overstory.kernels.reference import sample_nodes
+from overstory.kernels.reference import Tree, chain_tree, sample_nodes
 from overstory.workers.ddtree import ALGORITHM
+from overstory.workers.ddtree.rules import adjust
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.server_args import ServerArgs
+
+    from overstory.workers.ddtree.sampling_info import RuledSamplingInfo
 
 SEED_BITS = 31
 """Drawn seeds fit every integer type on their way through clients and engines."""
@@ -61,7 +64,7 @@ def draw(
     """The target's token after each row.
 
     Args:
-        logits: [bs * rows, V]; logit bias and masks have been applied.
+        logits: [bs * rows, V]; the requests' rules and masks have been applied.
         info: parameters of the bs requests, with ``sampling_seed`` set.
         positions: [bs * rows] int64, absolute positions of the rows.
         rows: rows per request.
@@ -94,27 +97,71 @@ def serves(arguments: ServerArgs) -> bool:
     return not (arguments.enable_dp_attention or arguments.enable_deterministic_inference)
 
 
-def keep_seeds(result: Any, cls: type, batch: ScheduleBatch, vocab_size: int) -> Any:
-    """AFTER hook on ``SamplingBatchInfo.from_schedule_batch``: SGLang drops per-request seeds
-    there.
+def keep_requests(result: Any, cls: type, batch: ScheduleBatch, vocab_size: int) -> Any:
+    """AFTER hook on ``SamplingBatchInfo.from_schedule_batch``: seeds, which SGLang drops there, and
+    rules.
 
-    SGLang's own filter and merge of batches carry ``sampling_seed`` along once it is set.
+    SGLang's own filter and merge of batches carry both along from here on.
     """
     del cls, vocab_size
     from sglang.srt.runtime_context import get_server_args
 
     arguments = get_server_args()
-    if serves(arguments):
-        seeds = seeds_of(batch, arguments.random_seed)
-        result.sampling_seed = seeds.to(batch.device, non_blocking=True)
-    return result
+    if not serves(arguments):
+        return result
+    from overstory.workers.ddtree.sampling_info import RuledSamplingInfo
+
+    seeds = seeds_of(batch, arguments.random_seed)
+    result.sampling_seed = seeds.to(batch.device, non_blocking=True)
+    return RuledSamplingInfo.around(result, batch.reqs)
+
+
+def without_penalizers(original: Callable[[Any], bool], self: Any) -> bool:
+    """AROUND hook on SGLang's ``_BatchedPenalizer.prepare_if_required``: none is where the one
+    sampler applies penalties.
+
+    SGLang's take what they count from the requests, which under overlap scheduling are a step
+    behind; they forget the output at a retraction; in a tree they are the same for every node.
+    """
+    from sglang.srt.runtime_context import get_server_args
+
+    return not serves(get_server_args()) and original(self)
+
+
+def allow_min_tokens(
+    original: Callable[..., None],
+    tokenizer: Any,
+    stop_strs: Any,
+    stop_regex_strs: Any,
+    min_new_tokens: int = 0,
+) -> None:
+    """AROUND hook on SGLang's ``raise_if_tokenizer_required``: `RequestRules` knows the end tokens
+    without a tokenizer, where the engine samples here."""
+    from sglang.srt.runtime_context import get_server_args
+
+    ours = serves(get_server_args())
+    original(tokenizer, stop_strs, stop_regex_strs, 0 if ours else min_new_tokens)
+
+
+def apply_rules(
+    logits: torch.Tensor, info: RuledSamplingInfo, tree: Tree, positions: torch.Tensor
+) -> None:
+    """Adjust ``logits`` [bs * n, V] in place for what each request asks at each row of its tree."""
+    adjust(logits, info.rules, info.logit_bias, tree, positions)
+
+
+def note_output(info: RuledSamplingInfo, tokens: torch.Tensor) -> None:
+    """Tokens [bs, width] that the requests have put out by this forward; -1 is none."""
+    for rules, row in zip(info.rules, tokens, strict=True):
+        if rules is not None:
+            rules.append(row)
 
 
 def sample_last_rows(
     original: Callable[..., torch.Tensor],
     self: Any,
     logits_output: Any,
-    sampling_info: SamplingBatchInfo,
+    sampling_info: RuledSamplingInfo,
     return_logprob: bool,
     top_logprobs_nums: list[int],
     token_ids_logprobs: list[list[int]],
@@ -128,7 +175,11 @@ def sample_last_rows(
     """
     from sglang.srt.runtime_context import get_server_args
 
-    if not serves(get_server_args()) or any(sampling_info.return_sampling_masks or []):
+    ours = serves(get_server_args())
+    if ours:
+        logits = logits_output.next_token_logits
+        apply_rules(logits, sampling_info, _lone_rows(positions), positions)
+    if not ours or any(sampling_info.return_sampling_masks or []):
         return original(
             self,
             logits_output,
@@ -140,13 +191,33 @@ def sample_last_rows(
         )
     from overstory.workers.ddtree.decisions import DecisionGroup
 
-    logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
+    logits = self._preprocess_logits(logits, sampling_info)
     tokens = DecisionGroup().ints(
         lambda: draw(logits, sampling_info, positions), (logits.shape[0],), logits.device
     )
+    note_output(sampling_info, tokens.unsqueeze(1))
     if return_logprob:
         scaled = logits if sampling_info.is_all_greedy else logits / sampling_info.temperatures
         self.output_logprob_processor.compute_logprobs(
             torch.log_softmax(scaled, dim=-1), top_logprobs_nums, token_ids_logprobs, tokens
         ).write_output_to(logits_output)
     return tokens
+
+
+def bias_scores(
+    self: Any, logits_output: Any, sampling_info: SamplingBatchInfo, *_more: Any, **_named: Any
+) -> None:
+    """BEFORE hook on SGLang's ``Sampler.compute_logprobs_only``: scores of a prompt, without a draw
+    and thus without output, for which `RuledSamplingInfo` has kept SGLang from adding the bias."""
+    from sglang.srt.runtime_context import get_server_args
+
+    del self
+    if serves(get_server_args()) and sampling_info.logit_bias is not None:
+        logits_output.next_token_logits.add_(sampling_info.logit_bias)
+
+
+def _lone_rows(positions: torch.Tensor) -> Tree:
+    """One row per request; which token it holds does not matter, for it is no drafted one."""
+    return chain_tree(
+        positions.new_zeros(positions.shape[0]), positions.new_empty((len(positions), 0))
+    )

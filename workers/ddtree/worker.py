@@ -21,7 +21,7 @@ from overstory.workers.ddtree.draft_input import DDTreeDraftInput
 from overstory.workers.ddtree.drafter_config import read_drafter
 from overstory.workers.ddtree.drafter_kv import StackedDrafterKv
 from overstory.workers.ddtree.limits import StepLimits
-from overstory.workers.ddtree.sampler import draw
+from overstory.workers.ddtree.sampler import apply_rules, draw, note_output
 from overstory.workers.ddtree.step_record import PENDING, StageClock, StepRecord
 from overstory.workers.ddtree.verify import tree_positions, verify
 from overstory.workers.step_stats import STATS
@@ -169,15 +169,13 @@ class DDTreeWorker(DFlashWorkerV2):
     ) -> Accepted:
         """Walk of each tree by the target's own tokens, which rank 0 draws."""
         info, logits = batch.sampling_info, logits_output.next_token_logits
-        shape = (logits.shape[0],)
-
-        def choose() -> torch.Tensor:
-            if info.logit_bias is not None:
-                logits.view(len(batch.reqs), tree.rows, -1).add_(info.logit_bias.unsqueeze(1))
-            return draw(logits, info, rows_at, tree.rows)
-
-        targets = self._group.ints(choose, shape, logits.device)
-        return tree_accept(tree, targets.view_as(tree.tokens))
+        apply_rules(logits, info, tree, rows_at)
+        targets = self._group.ints(
+            lambda: draw(logits, info, rows_at, tree.rows), (logits.shape[0],), logits.device
+        )
+        accepted = tree_accept(tree, targets.view_as(tree.tokens))
+        note_output(info, accepted.tokens)
+        return accepted
 
     def _target_buffers(self) -> list[torch.Tensor]:
         if self._kv_buffers is None:
