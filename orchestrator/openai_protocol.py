@@ -11,13 +11,17 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 MAX_CHOICES = 128
 """Most sequences that one request may ask for."""
 MAX_STOPS = 16
 """Most stop strings of a request (OpenAI allows 4)."""
+MAX_BIAS = 100.0
+"""Largest logit bias, either way (OpenAI's)."""
+
+_MAX_ID_DIGITS = 9
 
 HARMLESS = frozenset(
     {
@@ -30,11 +34,6 @@ HARMLESS = frozenset(
 _OFF: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_tokens": (0,),
     "best_of": (1,),
     "suffix": ("",),
     "response_format": ({"type": "text"},),
@@ -109,6 +108,23 @@ class GenerationRequest(_Strict):
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Sample among tokens at least this probable, relative to the most probable."""
 
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """Taken off a token's logit for each time that it is in the output."""
+
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """Taken off the logits of tokens that are in the output."""
+
+    repetition_penalty: float = Field(default=1.0, gt=0, le=2)
+    """Divides the positive logits of tokens that are in the output, multiplies the negative ones;
+    1 for none."""
+
+    logit_bias: dict[str, float] = {}
+    """Added to the logits of tokens, by id."""
+
+    min_tokens: int = Field(default=0, ge=0)
+    """No end token, nor any of stop_token_ids, before that many new tokens; a stop string ends the
+    text all the same."""
+
     seed: int | None = None
     """The same seed and request give the same text. Unset: a random one."""
 
@@ -143,6 +159,22 @@ class GenerationRequest(_Strict):
             elif value is not None and name not in HARMLESS:
                 _refuse_unless_off(name, value, cls)
         return kept
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _check_bias(cls, bias: dict[str, float]) -> dict[str, float]:
+        for token, value in bias.items():
+            if not (token.isascii() and token.isdigit() and len(token) <= _MAX_ID_DIGITS):
+                raise field_error(
+                    "logit_bias", f"logit_bias maps token ids to numbers; {token!r} is no token id"
+                )
+            if not -MAX_BIAS <= value <= MAX_BIAS:
+                raise field_error(
+                    "logit_bias",
+                    f"logit_bias of token {token} must be from -{MAX_BIAS:g} to {MAX_BIAS:g}, "
+                    f"got {value:g}",
+                )
+        return bias
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> "GenerationRequest":

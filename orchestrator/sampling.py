@@ -9,6 +9,8 @@ import hashlib
 import secrets
 from dataclasses import dataclass, replace
 
+from overstory.workers.ddtree import EARLIER_OUTPUT
+
 SEED_LIMIT = 2**31
 """Seeds are in [0, 2**31): SGLang carries them in tensors of 32-bit integers."""
 
@@ -20,7 +22,10 @@ class Sampling:
     Attributes: seed: in [0, `SEED_LIMIT`); the sampler's noise is a function of it and of the
         absolute position. max_new_tokens: at least 1. temperature: 0 takes the most probable
         token. top_k: -1 for no limit. stop_token_ids: end the sequence besides the model's own end
-        tokens. ignore_eos: go on past the model's end tokens (for load tests).
+        tokens. ignore_eos: go on past the model's end tokens (for load tests). logit_bias: (token
+        id, bias) to add to the logits. frequency_penalty, presence_penalty, repetition_penalty:
+        against tokens of the output, 0, 0 and 1 for none. min_new_tokens: no end token before that
+        many. earlier_output: how many of the prompt's last tokens are output of this sequence.
     """
 
     seed: int
@@ -31,6 +36,12 @@ class Sampling:
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+    earlier_output: int = 0
 
     def engine_params(self) -> dict[str, object]:
         """The fields under the names of SGLang's `SamplingParams`
@@ -43,14 +54,27 @@ class Sampling:
             "top_k": self.top_k,
             "min_p": self.min_p,
             "ignore_eos": self.ignore_eos,
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "min_new_tokens": self.min_new_tokens,
         }
         if self.stop_token_ids:
             params["stop_token_ids"] = list(self.stop_token_ids)
+        if self.logit_bias:
+            params["logit_bias"] = {str(token): bias for token, bias in self.logit_bias}
+        if self.earlier_output:
+            params["custom_params"] = {EARLIER_OUTPUT: self.earlier_output}
         return params
 
     def after(self, committed: int) -> "Sampling":
         """What is left to sample once `committed` tokens stand."""
-        return replace(self, max_new_tokens=self.max_new_tokens - committed)
+        return replace(
+            self,
+            max_new_tokens=self.max_new_tokens - committed,
+            min_new_tokens=max(0, self.min_new_tokens - committed),
+            earlier_output=self.earlier_output + committed,
+        )
 
 
 def draw_seed() -> int:

@@ -270,10 +270,15 @@ class EndpointService:
         param: str,
         prefixes: tuple[str, ...],
     ) -> Job:
-        self._check_stop_ids(request)
+        self._check_token_ids(request)
         plans: list[ChoicePlan] = []
         for number, ids in enumerate(prompts):
             new = self._new_tokens(len(ids), max_new, param)
+            if request.min_tokens > new:
+                raise openai_errors.invalid(
+                    f"min_tokens is {request.min_tokens}; at most {new} tokens may be generated",
+                    "min_tokens",
+                )
             seed = draw_seed() if request.seed is None else fold_seed(request.seed)
             for choice_seed in choice_seeds(seed, request.n):
                 plans.append(ChoicePlan(number, ids, _sampling(request, choice_seed, new)))
@@ -288,14 +293,17 @@ class EndpointService:
             raise openai_errors.context_exceeded(prompt, wanted, context, param)
         return context - prompt if wanted is None else wanted
 
-    def _check_stop_ids(self, request: GenerationRequest) -> None:
-        worst = max(request.stop_token_ids, default=0)
-        if worst >= self._tokenizer.vocab_size:
-            raise openai_errors.invalid(
-                f"stop_token_ids: {worst} is not below the vocabulary's "
-                f"{self._tokenizer.vocab_size}",
-                "stop_token_ids",
-            )
+    def _check_token_ids(self, request: GenerationRequest) -> None:
+        for param, ids in (
+            ("stop_token_ids", request.stop_token_ids),
+            ("logit_bias", [int(token) for token in request.logit_bias]),
+        ):
+            worst = max(ids, default=0)
+            if worst >= self._tokenizer.vocab_size:
+                raise openai_errors.invalid(
+                    f"{param}: {worst} is not below the vocabulary's {self._tokenizer.vocab_size}",
+                    param,
+                )
 
     def _proof_ids(self) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode("1", True)) or (0,)
@@ -311,4 +319,9 @@ def _sampling(request: GenerationRequest, seed: int, max_new_tokens: int) -> Sam
         min_p=request.min_p,
         stop_token_ids=tuple(request.stop_token_ids),
         ignore_eos=request.ignore_eos,
+        logit_bias=tuple((int(token), bias) for token, bias in request.logit_bias.items()),
+        frequency_penalty=request.frequency_penalty,
+        presence_penalty=request.presence_penalty,
+        repetition_penalty=request.repetition_penalty,
+        min_new_tokens=request.min_tokens,
     )

@@ -8,6 +8,7 @@ from overstory.orchestrator.sampling import (
     draw_seed,
     fold_seed,
 )
+from overstory.workers.ddtree import EARLIER_OUTPUT
 
 SAMPLING = Sampling(seed=7, max_new_tokens=5, temperature=0.5, stop_token_ids=(3,))
 
@@ -23,6 +24,22 @@ def test_a_lost_sequence_goes_on_with_the_same_seed_and_what_is_left() -> None:
     assert again.sampling.max_new_tokens == 2
     assert again.sampling.seed == 7
     assert entry.call(hold_s=0.5).hold_s == 0.5
+
+
+def test_what_was_committed_still_counts_where_a_sequence_goes_on() -> None:
+    asked = Sampling(
+        seed=7, max_new_tokens=9, min_new_tokens=4, frequency_penalty=0.5, logit_bias=((5, -2.0),)
+    )
+    entry = Journal().open("a", [1, 2], asked, now_s=0.0)
+    entry.commit([10, 11, 12])
+    left = entry.call().sampling
+    assert (left.max_new_tokens, left.min_new_tokens, left.earlier_output) == (6, 1, 3)
+    params = left.engine_params()
+    assert params["custom_params"] == {EARLIER_OUTPUT: 3}
+    assert params["logit_bias"] == {"5": -2.0}
+    assert params["frequency_penalty"] == 0.5
+    assert left.after(2).min_new_tokens == 0
+    assert left.after(2).earlier_output == 5
 
 
 def test_entries_leave_the_journal_once_and_are_counted() -> None:
@@ -50,7 +67,8 @@ def test_engine_params_are_fields_of_sglang() -> None:
     params = SAMPLING.engine_params()
     assert params["sampling_seed"] == 7
     assert params["stop_token_ids"] == [3]
-    assert "stop_token_ids" not in Sampling(seed=0, max_new_tokens=1).engine_params()
+    bare = Sampling(seed=0, max_new_tokens=1).engine_params()
+    assert not {"stop_token_ids", "logit_bias", "custom_params"} & set(bare)
 
 
 def test_choices_have_distinct_seeds_that_depend_on_the_first_alone() -> None:

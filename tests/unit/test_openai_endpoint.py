@@ -276,6 +276,21 @@ def test_seeds_are_kept_drawn_and_distinct() -> None:
     play(story)
 
 
+def test_rules_for_the_logits_reach_the_engine() -> None:
+    async def story(world: World) -> None:
+        asked = {"frequency_penalty": 0.5, "presence_penalty": -1, "repetition_penalty": 1.5}
+        for post in (world.complete, world.chat):
+            answer = await post(**asked, min_tokens=7, logit_bias={"8": -100, "9": 1.5})
+            assert answer.status_code == 200
+        for call in world.backend.calls:
+            params = call.sampling.engine_params()
+            assert {name: params[name] for name in asked} == asked
+            assert params["min_new_tokens"] == 7
+            assert params["logit_bias"] == {"8": -100, "9": 1.5}
+
+    play(story)
+
+
 # ---------------------------------------------------------------- refusals
 
 
@@ -376,6 +391,22 @@ def test_the_context_is_checked_before_the_engine_sees_anything() -> None:
                 )  # fmt: skip
                 assert str(CONTEXT) in error["message"]
         assert len(world.backend.calls) == 2
+
+    play(story)
+
+
+def test_tokens_beyond_the_vocabulary_and_beyond_the_limit_are_refused() -> None:
+    async def story(world: World) -> None:
+        for fields in (
+            {"logit_bias": {str(Codepoints.vocab_size): 1}},
+            {"stop_token_ids": [Codepoints.vocab_size]},
+            {"min_tokens": 51},
+        ):
+            response = await world.complete(**fields)
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == next(iter(fields))
+        assert (await world.complete(min_tokens=50)).status_code == 200
+        assert len(world.backend.calls) == 1
 
     play(story)
 

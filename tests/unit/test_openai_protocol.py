@@ -61,6 +61,25 @@ def test_prompts_in_no_form_are_refused_by_name(prompt: Any) -> None:
         ("top_p", 1.1),
         ("top_k", -2),
         ("min_p", 1.5),
+        ("frequency_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("presence_penalty", 3),
+        ("presence_penalty", "much"),
+        ("presence_penalty", float("nan")),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1),
+        ("repetition_penalty", 2.1),
+        ("repetition_penalty", float("inf")),
+        ("min_tokens", -1),
+        ("min_tokens", 1.5),
+        ("logit_bias", {"1": 100.1}),
+        ("logit_bias", {"1": -101}),
+        ("logit_bias", {"a": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"\u0663": 1}),
+        ("logit_bias", {"": 1}),
+        ("logit_bias", {"1" * 5000: 1}),
+        ("logit_bias", [1, 2]),
         ("n", 0),
         ("n", 129),
         ("seed", "lucky"),
@@ -95,17 +114,12 @@ def test_a_model_must_be_named(model: dict[str, Any]) -> None:
         ("logprobs", 1, None),
         ("logprobs", True, False),
         ("logprobs", 0, None),
-        ("logit_bias", {"1": 2}, {}),
-        ("presence_penalty", 0.5, 0.0),
-        ("frequency_penalty", -1, 0),
-        ("repetition_penalty", 1.1, 1.0),
         ("response_format", {"type": "json_object"}, {"type": "text"}),
         ("tools", [{"type": "function"}], []),
         ("tool_choice", "required", "auto"),
         ("best_of", 2, 1),
         ("suffix", "x", ""),
         ("regex", "a+", None),
-        ("min_tokens", 3, 0),
         ("skip_special_tokens", False, True),
     ],
 )
@@ -117,6 +131,26 @@ def test_what_cannot_be_done_yet_is_refused_unless_it_asks_for_nothing(
         assert (error.param, error.code) == (field, "unsupported_parameter")
     completion(**{field: off})
     chat(**{field: off})
+
+
+@pytest.mark.parametrize("bias", [{"1": "x"}, {"1": True}, {"1": float("nan")}, {"1": None}])
+def test_bias_that_is_no_number_is_refused_by_token(bias: dict[str, Any]) -> None:
+    error = refusal(CompletionRequest, logit_bias=bias)
+    assert error.status == 400
+    assert (error.param or "").startswith("logit_bias")
+
+
+def test_rules_at_their_limits_pass() -> None:
+    for kind in (completion, chat):
+        asked = kind(
+            frequency_penalty=-2,
+            presence_penalty=2.0,
+            repetition_penalty=2,
+            min_tokens=3,
+            logit_bias={"1": 100, "22": -100.0},
+        )
+        assert asked.logit_bias == {"1": 100, "22": -100}
+        kind(frequency_penalty=None, repetition_penalty=None, logit_bias=None, min_tokens=None)
 
 
 def test_an_unknown_field_is_named_with_the_nearest_known_one() -> None:
