@@ -21,7 +21,7 @@ CPU_INSTALLERS = (
 )
 
 #: Modules whose `patches()` are installed on every device.
-INSTALLERS = ("overstory.workers.ddtree.hooks",)
+INSTALLERS = ("overstory.workers.ddtree.hooks", "overstory.workers.defrag.sorted_slots")
 
 
 @dataclass
