@@ -34,8 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _warm(jobs, end_at)
     results = ResultFile(chosen.out / "results.csv", keep=chosen.add)
     ceilings = measure_ceilings()
-    for row in ceiling_rows(ceilings):
-        results.add(row)
+    if not results.rows:
+        for row in ceiling_rows(ceilings):
+            results.add(row)
     failed = _measure(jobs, ceilings, results, end_at)
     write_plot(results.rows, chosen.out / "plot.svg")
     table = goal_table(results.rows)
