@@ -93,9 +93,10 @@ class Tp2Harness(EngineHarness):
 def state(harness: EngineHarness) -> dict[str, Any]:
     """What two ranks that decided alike have in common."""
     scheduler = harness.scheduler
+    allocator = scheduler.token_to_kv_pool_allocator
     return {
         "forwards": scheduler.forward_ct,
-        "free": sorted(scheduler.token_to_kv_pool_allocator.free_pages.tolist()),
+        "free": [allocator.free_pages.tolist(), allocator.release_pages.tolist()],
         "cached": harness.cached_slots(),
         "texts": {rid: output.ids for rid, output in harness.outputs.items()},
     }
