@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 from typing import Any
 
@@ -219,6 +220,12 @@ def test_more_requests_than_lanes(library: KernelLibrary) -> None:
     check(verify(library, case, blocks=9, min_chunk=1), case.expected())
 
 
+@pytest.mark.parametrize("q", [1, 9])
+def test_split_chosen_on_the_device(library: KernelLibrary, q: int) -> None:
+    case = Case([(150, q), (31, q)])
+    check(verify(library, case, blocks=40, min_chunk=0), case.expected())
+
+
 def test_shorter_than_captured(library: KernelLibrary) -> None:
     """Grid and workspace of max_q = 20, requests of up to 4 rows, tokens to spare."""
     case = Case([(33, 4), (2, 1)], unowned=35)
@@ -331,3 +338,13 @@ def test_decode(library: KernelLibrary, heads: int, dtype: torch.dtype) -> None:
 def test_decode_in_one_piece(library: KernelLibrary) -> None:
     case = DecodeCase([33, 0, 64])
     check(decode(library, case, blocks=2, min_chunk=100), case.expected())
+
+
+def test_matrices_are_read_without_bank_conflicts(library: KernelLibrary) -> None:
+    """Even and odd numbers of tiles, keys along (scores) and across (values), and the weights."""
+    conflicts = ctypes.CDLL(str(library.path)).overstory_sim_bank_conflicts
+    conflicts.restype = ctypes.c_uint64
+    before = conflicts()
+    for q in (1, 4, 9):
+        verify(library, Case([(40, q)]))
+    assert conflicts() == before

@@ -348,6 +348,9 @@ void load_matrices(const char* op, std::uint32_t* result, const void* shared, Wh
   machine.gather<LoadMatrix>(
       op, where, ~0u, mine, [](LoadMatrix* const* lanes, std::uint32_t) {
         for (int m = 0; m < Matrices; ++m) {
+          const void* rows[8];
+          for (int i = 0; i < 8; ++i) rows[i] = lanes[8 * m + i]->row;
+          machine.count_matrix(rows);
           for (int l = 0; l < sim::kWarp; ++l) {
             const int major = l / 4, minor = 2 * (l % 4);
             std::uint32_t low, high;

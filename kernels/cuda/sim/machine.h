@@ -257,6 +257,17 @@ class Machine {
     return kInvalidValue;
   }
 
+  /// Eight addresses of 16 bytes that ldmatrix reads in one pass where they lie in all 32 banks.
+  void count_matrix(const void* const (&rows)[8]) {
+    int in_bank[8] = {}, passes = 0;
+    for (const void* row : rows) {
+      passes = std::max(passes, ++in_bank[reinterpret_cast<std::uintptr_t>(row) / 16 % 8]);
+    }
+    bank_conflicts_ += static_cast<std::uint64_t>(passes - 1);
+  }
+  /// Passes of ldmatrix beyond the first, since the library was loaded.
+  std::uint64_t bank_conflicts() const { return bank_conflicts_; }
+
   const std::string& error() const { return error_; }
   void seed(std::uint64_t value) { seed_ = value; }
 
@@ -429,6 +440,7 @@ class Machine {
   char* mapped_ = nullptr;
   char* shared_ = nullptr;
   std::size_t mapped_bytes_ = 0, shared_bytes_ = 0, shared_room_ = 0;
+  std::uint64_t bank_conflicts_ = 0;
   std::string error_;
   std::vector<std::pair<const void*, std::size_t>> raised_;
   std::mutex launch_mutex_;

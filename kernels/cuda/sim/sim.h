@@ -67,4 +67,7 @@ __attribute__((weak, visibility("default"))) const char* overstory_sim_error() {
 __attribute__((weak, visibility("default"))) void overstory_sim_seed(std::uint64_t seed) {
   overstory::sim::machine.seed(seed);
 }
+__attribute__((weak, visibility("default"))) std::uint64_t overstory_sim_bank_conflicts() {
+  return overstory::sim::machine.bank_conflicts();
+}
 }
