@@ -23,7 +23,7 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from overstory.orchestrator.controller_state import ControllerState, Verdict
@@ -60,6 +60,11 @@ class Ranks(Protocol):
         """Drops what is kept of a replica."""
 
 
+async def _unknown() -> bool:
+    """Whether this controller is in charge where nobody can tell: it must not assume so."""
+    return False
+
+
 class Controller:
     """Steers the replicas of one deployment. All methods run on one event loop.
 
@@ -70,6 +75,8 @@ class Controller:
         clock: monotonic seconds.
         defrag_every_s: how often to look for fragmentation; 0 never does by itself.
         defrag_below: contiguous share below which a look is followed by passes.
+        in_charge: whether this is the deployment's controller beyond doubt; only then it takes back
+            a replica that another one attached to. None: it never does.
     """
 
     def __init__(
@@ -80,8 +87,10 @@ class Controller:
         clock: Callable[[], float] = time.monotonic,
         defrag_every_s: float = 0.0,
         defrag_below: float = 0.9,
+        in_charge: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
         self._ranks = ranks
+        self._in_charge = in_charge or _unknown
         self._defrag_every_s = defrag_every_s
         self._defrag_order = DefragOrder(below=defrag_below)
         self._defragmenting: set[str] = set()
@@ -224,6 +233,9 @@ class Controller:
     async def _discover(self) -> None:
         while True:
             try:
+                if self._state.taken_from_us() and await self._in_charge():
+                    for name in self._state.taken_from_us():
+                        self._state.take_back(name)
                 for name, ranks in (await self._ranks.replicas()).items():
                     self.register(name, ranks)
             except Exception:  # Ray's own store may be away for a moment: look again later.

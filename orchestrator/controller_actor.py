@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import os
 from typing import Any
 
@@ -33,6 +35,7 @@ class _ControllerActor:
             RankDirectory(deployment),
             defrag_every_s=defrag_every_s,
             defrag_below=defrag_below,
+            in_charge=functools.partial(_in_charge, deployment),
         )
         self._controller.start()
 
@@ -63,6 +66,13 @@ class _ControllerActor:
     async def close(self) -> None:
         """See `Controller.close`."""
         await self._controller.close()
+
+
+async def _in_charge(deployment: str) -> bool:
+    """Whether the controller's name leads to the actor that asks."""
+    named = await asyncio.to_thread(find_controller, deployment)
+    own = ray.get_runtime_context().get_actor_id()
+    return named is not None and named._actor_id.hex() == own
 
 
 def ensure_controller(

@@ -7,7 +7,9 @@ Per replica:
 found ----------> leased ----------------------> leased ------------> condemned
   ^                 |  replaced: another controller attached           |
   |                 +--------------> replaced                          v
-  |                 |  lost: a rank gone                              lost
+  | taken back: this is the one in charge |                           lost
+  +<----------------|---------------------+
+  |                 |  lost: a rank gone
   |                 +--------------> lost
   |  unreachable    |                 |  all its ranks found again
   +-----------------+ <---------------+
@@ -15,7 +17,8 @@ found ----------> leased ----------------------> leased ------------> condemned
 
 A replica that comes back is another one, with another name. But a loss may be an error of this
 controller or of Ray, so one whose ranks are all found again is taken up again. There is no way back
-from `condemned`, nor from `replaced`: two controllers would take it from each other for ever.
+from `condemned`. From `replaced` only the controller in charge comes back: two would take the replica
+from each other for ever, but a dead one's attach may arrive late and would leave it to nobody.
 """
 
 from __future__ import annotations
@@ -166,6 +169,15 @@ class ControllerState:
     def replaced(self, name: str, reason: str) -> None:
         """Another controller has attached to the replica: this one stops granting to it."""
         self._leave(name, "replaced", reason)
+
+    def taken_from_us(self) -> list[str]:
+        """Replicas that another controller has attached to."""
+        return [name for name, record in self._replicas.items() if record.phase == "replaced"]
+
+    def take_back(self, name: str) -> None:
+        """This controller is the one in charge: a replaced replica is as one never seen."""
+        assert self._replicas[name].phase == "replaced", "only what was taken comes back"
+        del self._replicas[name]
 
     def lost(self, name: str, reason: str) -> None:
         """A rank of the replica is gone. A condemned replica keeps its reason."""

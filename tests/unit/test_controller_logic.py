@@ -149,8 +149,8 @@ async def until(predicate, what):
 
 
 @contextlib.asynccontextmanager
-async def controlling(lease_steps=4, **replicas):
-    controller = Controller("demo", lease_steps, FakeRanks(**replicas))
+async def controlling(lease_steps=4, in_charge=None, **replicas):
+    controller = Controller("demo", lease_steps, FakeRanks(**replicas), in_charge=in_charge)
     controller.start()
     try:
         yield controller
@@ -263,6 +263,33 @@ async def test_a_second_controller_takes_over_with_a_larger_epoch_and_the_first_
             assert replica.gates[0].view().epoch == 2
             status = await until_status(first, "replaced")
             assert "epoch 1 is over" in status["replicas"][0]["reason"]
+
+
+@in_loop
+@pytest.mark.parametrize("in_charge", [True, False])
+async def test_a_dead_controllers_late_attach_does_not_leave_the_replica_to_nobody(
+    monkeypatch, in_charge
+):
+    monkeypatch.setattr(module, "DISCOVERY_S", 0.02)
+    replica = FakeReplica()
+
+    asked = []
+
+    async def answer():
+        asked.append(in_charge)
+        return in_charge
+
+    async with controlling(in_charge=answer, r1=replica) as controller:
+        await lead_when_leased(replica, 1)
+        late = replica.gates[0].attach("dead by now")
+        if not in_charge:
+            await until(lambda: len(asked) > 2, "three looks at who is in charge")
+            assert (await controller.status())["replicas"][0]["phase"] == "replaced"
+            assert replica.gates[0].view().epoch == late
+            return
+        await until(lambda: replica.step() and replica.gates[0].view().epoch > late, "taken back")
+        await lead_when_leased(replica, 1)
+        await until_status(controller, "leased")
 
 
 async def until_status(controller, phase):
