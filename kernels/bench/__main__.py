@@ -50,7 +50,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, default=Path("bench-kernels"), help="folder of the results")
     add("--add", action="store_true", help="keep the rows that are there already")
-    add("--quick", action="store_true", help="only the shapes that have goals")
+    add("--quick", action="store_true", help="only the shapes that have goals; a small sweep")
     add("--sweep", action="store_true", help="our tunables over the goal shapes, nothing else")
     add("--budget-s", type=float, default=3600.0, help="begin no row after this many seconds")
     add("--only", default="", help="regular expression over 'op impl'")
@@ -68,9 +68,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _jobs(chosen: argparse.Namespace) -> list[Job]:
     """Most telling first: a budget cuts from the end."""
     if chosen.sweep:
-        return sweep_jobs(GOALS)
+        return sweep_jobs(GOALS, chosen.quick)
     cases = GOALS if chosen.quick else every_case()
-    others: list[Implementation] = [*from_sglang(chosen.sglang), NAIVE]
+    others: list[Implementation] = [*from_sglang(chosen.sglang, chosen.quick), NAIVE]
     return [
         *attention_jobs(cases, [OURS]),
         *small_jobs(small_cases()),

@@ -12,8 +12,8 @@
 #   racecheck.txt  compute-sanitizer   } baselines are compiled
 #   warm.txt       too                 } meanwhile
 #   bench.txt, bench/{results.csv,plot.svg,goals.md}   the shapes with goals, then the baselines
-#   ncu.txt        counters of one launch
 #   sweep.txt, sweep/results.csv                       our tunables
+#   ncu.txt        counters of one launch
 # summary.txt says how each ended.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -88,12 +88,12 @@ measure() { # name, seconds, arguments
 measure bench $((seconds / 4)) --quick --out "$out/bench" --only " ours$"
 measure bench $((seconds / 6)) --quick --out "$out/bench" --add \
   --only "sglang_triton_extend|torch_copy" ${sglang[@]+"${sglang[@]}"}
+measure sweep $((seconds / 6)) --sweep --quick --out "$out/sweep"
 part ncu 25 ncu --clock-control none -k regex:attention -s 4 -c 1 \
   --section SpeedOfLight --section MemoryWorkloadAnalysis --section WarpStateStats \
   --section LaunchStats --section Occupancy --section SchedulerStats \
   "$python" -m overstory.kernels.bench.probe
-measure bench $((seconds / 6)) --quick --out "$out/bench" --add \
+measure bench "$(left)" --quick --out "$out/bench" --add \
   --only "naive|split_decode|shared_kv" ${sglang[@]+"${sglang[@]}"}
-measure sweep "$(left)" --sweep --out "$out/sweep"
 
 cat "$out/summary.txt"

@@ -44,8 +44,12 @@ OURS = Implementation("ours", ours, _always, True)
 NAIVE = Implementation("naive_block_per_head", naive.naive, _always, True)
 
 
-def from_sglang(folders: Iterable[Path]) -> list[Implementation]:
+def from_sglang(folders: Iterable[Path], quick: bool) -> list[Implementation]:
     """Those that the given `sglang` folders hold the files of.
+
+    Args:
+        folders: each with `kernels/ops/attention/`.
+        quick: of the split decode, one number of splits per shape instead of all.
 
     Raises:
         FileNotFoundError: one is no such folder.
@@ -56,7 +60,7 @@ def from_sglang(folders: Iterable[Path]) -> list[Implementation]:
         if sglang.has("extend_attention"):
             found.append(_extend(sglang))
         if sglang.has("decode_attention"):
-            found += [_decode(sglang, splits) for splits in sglang_decode.SPLITS]
+            found += [_decode(sglang, splits, quick) for splits in sglang_decode.SPLITS]
         if sglang.has("verify_mla"):
             found.append(_shared_kv(sglang))
     return found
@@ -72,11 +76,15 @@ def _extend(sglang: ForeignSglang) -> Implementation:
     )
 
 
-def _decode(sglang: ForeignSglang, splits: int) -> Implementation:
+def _decode(sglang: ForeignSglang, splits: int, quick: bool) -> Implementation:
+    def takes(case: AttentionCase) -> bool:
+        wanted = not quick or splits == sglang_decode.likely_best_splits(case.context)
+        return wanted and _decode_takes(case)
+
     return Implementation(
         f"sglang_triton_split_decode_{splits}",
         lambda inputs: sglang_decode.folded_decode(sglang, inputs, splits),
-        _decode_takes,
+        takes,
         False,
         f"sglang {sglang.version}",
     )

@@ -53,49 +53,68 @@ def _panels(rows: Sequence[Row]) -> dict[Panel, dict[str, Line]]:
     }
 
 
+class _Axes:
+    """Logarithmic both ways, over all points of the lines."""
+
+    def __init__(self, lines: dict[str, Line]) -> None:
+        self.contexts = sorted({context for line in lines.values() for context, _ in line})
+        times = [us for line in lines.values() for _, us in line]
+        low, high = math.floor(math.log10(min(times))), math.ceil(math.log10(max(times)))
+        self.powers = range(low, high + 1)
+        left, top, right, bottom = _MARGIN
+        self.left, self.right = left, _PANEL[0] - right
+        self.top, self.bottom = top, _PANEL[1] - bottom
+
+    def x(self, context: int) -> float:
+        """Of a context, in pixels."""
+        part = math.log(context / self.contexts[0]) / math.log(self.contexts[-1] / self.contexts[0])
+        return self.left + (self.right - self.left) * part
+
+    def y(self, us: float) -> float:
+        """Of a time, in pixels."""
+        part = (math.log10(us) - self.powers[0]) / max(1, len(self.powers) - 1)
+        return self.bottom - (self.bottom - self.top) * part
+
+
 def _draw(panel: Panel, lines: dict[str, Line]) -> str:
-    contexts = sorted({context for line in lines.values() for context, _ in line})
-    times = [us for line in lines.values() for _, us in line]
-    low, high = math.floor(math.log10(min(times))), math.ceil(math.log10(max(times)))
-    left, top, right, bottom = _MARGIN
-    x_end, y_end = _PANEL[0] - right, _PANEL[1] - bottom
-    span = math.log(contexts[-1] / contexts[0])
-
-    def x_of(context: int) -> float:
-        return left + (x_end - left) * math.log(context / contexts[0]) / span
-
-    def y_of(us: float) -> float:
-        return y_end - (y_end - top) * (math.log10(us) - low) / max(1, high - low)
-
     op, bs, q, heads = panel
-    parts = [f'<text x="{left}" y="20">{escape(op)}, bs {bs}, q {q}, {heads} heads</text>']
-    for power in range(low, high + 1):
-        y = y_of(10.0**power)
-        parts.append(f'<path d="M{left} {y:.1f}H{x_end}" stroke="#ddd"/>')
-        parts.append(
-            f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{10.0**power:g}</text>'
-        )
-    parts.append(f'<text x="8" y="{top - 4}">us</text>')
-    for context in contexts:
-        x = x_of(context)
-        parts.append(f'<path d="M{x:.1f} {top}V{y_end}" stroke="#eee"/>')
-        parts.append(f'<text x="{x:.1f}" y="{y_end + 16}" text-anchor="middle">{context:,}</text>')
-    parts.append(
-        f'<text x="{(left + x_end) / 2}" y="{y_end + 34}" text-anchor="middle">context</text>'
-    )
-    by_end = sorted(lines.items(), key=lambda item: -item[1][-1][1])
-    for index, (name, line) in enumerate(by_end):
-        colour, dash = _COLOURS[index % len(_COLOURS)], ""
-        if name == "floor":
-            colour, dash = "#000", ' stroke-dasharray="4 3"'
-        points = " ".join(f"{x_of(context):.1f},{y_of(us):.1f}" for context, us in line)
-        parts.append(
-            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.6"{dash}/>'
-        )
-        for context, us in line:
-            place = f'cx="{x_of(context):.1f}" cy="{y_of(us):.1f}"'
-            parts.append(f'<circle {place} r="2.2" fill="{colour}"/>')
-        y = top + 8 + 16 * index
-        parts.append(f'<path d="M{x_end + 12} {y}h22" stroke="{colour}" stroke-width="2"{dash}/>')
-        parts.append(f'<text x="{x_end + 40}" y="{y + 4}">{escape(name)}</text>')
+    axes = _Axes(lines)
+    parts = [_text(axes.left, 20, f"{op}, bs {bs}, q {q}, {heads} heads"), *_grid(axes)]
+    slowest_first = sorted(lines.items(), key=lambda item: -item[1][-1][1])
+    for index, (name, line) in enumerate(slowest_first):
+        parts += _line(axes, name, line, index)
     return "".join(parts)
+
+
+def _grid(axes: _Axes) -> list[str]:
+    parts = [_text(8, axes.top - 4, "us")]
+    for power in axes.powers:
+        y = axes.y(10.0**power)
+        parts.append(f'<path d="M{axes.left} {y:.1f}H{axes.right}" stroke="#ddd"/>')
+        parts.append(_text(axes.left - 6, y + 4, f"{10.0**power:g}", "end"))
+    for context in axes.contexts:
+        x = axes.x(context)
+        parts.append(f'<path d="M{x:.1f} {axes.top}V{axes.bottom}" stroke="#eee"/>')
+        parts.append(_text(x, axes.bottom + 16, f"{context:,}", "middle"))
+    parts.append(_text((axes.left + axes.right) / 2, axes.bottom + 34, "context", "middle"))
+    return parts
+
+
+def _line(axes: _Axes, name: str, line: Line, index: int) -> list[str]:
+    """Line, points, and its place in the legend."""
+    style = f'stroke="{_COLOURS[index % len(_COLOURS)]}"'
+    if name == "floor":
+        style = 'stroke="#000" stroke-dasharray="4 3"'
+    places = [(axes.x(context), axes.y(us)) for context, us in line]
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    y = axes.top + 8 + 16 * index
+    return [
+        f'<polyline points="{points}" fill="none" {style} stroke-width="1.6"/>',
+        *(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="1.6" {style}/>' for x, y in places),
+        f'<path d="M{axes.right + 12} {y}h22" {style} stroke-width="2"/>',
+        _text(axes.right + 40, y + 4, name),
+    ]
+
+
+def _text(x: float, y: float, words: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'

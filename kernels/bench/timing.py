@@ -25,7 +25,7 @@ class Timing:
     p80: float
 
 
-def time_launches(launches: Sequence[Launch], budget_s: float = 0.4) -> Timing:
+def time_launches(launches: Sequence[Launch], budget_s: float = 0.25) -> Timing:
     """Capture the launches one after another, replay, and divide by their number.
 
     Each launch works on inputs of its own, so that by the time its turn comes again the others

@@ -31,12 +31,11 @@ def _nvcc_missing() -> str:
     return ""
 
 
-pytestmark = pytest.mark.skipif(bool(_nvcc_missing()), reason=_nvcc_missing() or "nvcc is here")
-
-
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def entries(request: pytest.FixtureRequest) -> dict[str, Path]:
     """Cache entries of the objects, by source."""
+    if _nvcc_missing():
+        pytest.skip(_nvcc_missing())
     target = build.cuda_target(request.param)
     build.build_library(target)  # in parallel, and the link is tested on the way
     return {source.stem: build.build_object(target, source) for source in build.sources()}
@@ -66,6 +65,21 @@ def test_registers_and_shared_memory_fit(entries: dict[str, Path]) -> None:
     for kernel in _kernels(entries):
         assert kernel.registers <= 255, kernel
         assert kernel.static_shared_bytes <= SHARED_LIMIT, kernel
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f1}, %rd1, %rd2;", True),
+        ("setmaxnreg.inc.sync.aligned.u32 240;", True),
+        ("cp.async.bulk.shared::cluster.global.mbarrier.multicast::cluster [%r1];", True),
+        ("ld.global.nc.v8.f32 {%f1}, [%rd1];", True),
+        ("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f1}, {%r1}, {%r2};", False),
+        ("ld.global.nc.v4.f32 {%f1}, [%rd1];", False),
+    ],
+)
+def test_the_pattern_knows_instructions(line: str, found: bool) -> None:
+    assert bool(NOT_ON_BOTH.search(line)) == found
 
 
 def test_no_instruction_that_one_gpu_lacks(entries: dict[str, Path]) -> None:

@@ -14,7 +14,7 @@ from overstory.kernels.bench.baselines.foreign_sglang import ForeignSglang
 from overstory.kernels.bench.cases import GOALS, MAX_SLOTS, AttentionCase, every_case
 from overstory.kernels.bench.ceilings import Ceilings
 from overstory.kernels.bench.goals import goal_table
-from overstory.kernels.bench.implementations import Implementation
+from overstory.kernels.bench.implementations import Implementation, from_sglang
 from overstory.kernels.bench.oracle import check_output
 from overstory.kernels.bench.results import COLUMNS, ResultFile, Row, read_rows
 from overstory.kernels.bench.small_cases import small_cases
@@ -131,6 +131,21 @@ def test_kernel_files_of_sglang_load_without_sglang(tmp_path: Path) -> None:
     assert not sglang.has("verify_mla")
     with pytest.raises(FileNotFoundError, match="is no sglang folder"):
         ForeignSglang(tmp_path / "nothing")
+
+
+def test_which_of_the_foreign_kernels_run_where(tmp_path: Path) -> None:
+    folder = fake_sglang(tmp_path)
+    for name in ("decode_attention", "verify_mla"):
+        (folder / "kernels/ops/attention" / f"{name}.py").touch()
+    quick, full = from_sglang([folder], True), from_sglang([folder], False)
+    assert [i.name for i in quick] == [i.name for i in full]
+    assert {i.version for i in full} == {"sglang 9.8.7"}
+    case = AttentionCase("verify_attention", 1, 9, 65536)
+    splits = [i.name for i in quick if "split_decode" in i.name and i.takes(case)]
+    assert splits == ["sglang_triton_split_decode_128"]
+    wide = AttentionCase("verify_attention", 1, 17, 65536)
+    chain = next(i for i in full if "shared_kv" in i.name)
+    assert (chain.takes(case), chain.takes(wide)) == (True, False)
 
 
 @pytest.fixture
