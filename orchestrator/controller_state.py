@@ -17,8 +17,9 @@ found ----------> leased ----------------------> leased ------------> condemned
 
 A replica that comes back is another one, with another name. But a loss may be an error of this
 controller or of Ray, so one whose ranks are all found again is taken up again. There is no way back
-from `condemned`. From `replaced` only the controller in charge comes back: two would take the replica
-from each other for ever, but a dead one's attach may arrive late and would leave it to nobody.
+from `condemned`. From `replaced` only the controller in charge comes back: two would take the
+replica from each other for ever, but a dead one's attach may arrive late and would leave it to
+nobody.
 """
 
 from __future__ import annotations

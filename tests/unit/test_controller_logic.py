@@ -283,12 +283,12 @@ async def test_a_dead_controllers_late_attach_does_not_leave_the_replica_to_nobo
         await lead_when_leased(replica, 1)
         late = replica.gates[0].attach("dead by now")
         if not in_charge:
-            await until(lambda: len(asked) > 2, "three looks at who is in charge")
+            await until(lambda: [replica.step(), len(asked) > 2][1], "three looks at who it is")
             assert (await controller.status())["replicas"][0]["phase"] == "replaced"
             assert replica.gates[0].view().epoch == late
             return
-        await until(lambda: replica.step() and replica.gates[0].view().epoch > late, "taken back")
-        await lead_when_leased(replica, 1)
+        await until(lambda: [replica.step(), replica.gates[0].view().epoch > late][1], "its return")
+        await lead(replica, 20)
         await until_status(controller, "leased")
 
 
