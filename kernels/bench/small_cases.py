@@ -43,7 +43,8 @@ class SmallCase:
     @property
     def name(self) -> str:
         """For people."""
-        return f"{self.op} bs {self.bs} q {self.q} context {self.context:,} heads {self.heads}"
+        shape = f"bs {self.bs} q {self.q} context {self.context:,} heads {self.heads}"
+        return f"{self.op} {shape} {self.dtype}"
 
 
 def small_cases() -> list[SmallCase]:
