@@ -33,6 +33,8 @@ class Output:
     finish_reason: dict[str, Any] | None = None
     cached_tokens: int = 0
     refused: str | None = None
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
 
     @property
     def done(self) -> bool:
@@ -98,6 +100,17 @@ class _Collector:
             output.ids += list(message.output_ids[i])
             output.finish_reason = message.finished_reasons[i]
             output.cached_tokens = message.cached_tokens[i]
+            self._keep_logprobs(message, i, output)
+
+    @staticmethod
+    def _keep_logprobs(message: Any, i: int, output: Output) -> None:
+        if not message.output_token_logprobs_val:
+            return
+        output.logprobs += message.output_token_logprobs_val[i]
+        for tokens, values in zip(
+            message.output_top_logprobs_idx[i], message.output_top_logprobs_val[i], strict=True
+        ):
+            output.top_logprobs.append(dict(zip(tokens, values, strict=True)))
 
 
 class EngineHarness:
@@ -159,7 +172,7 @@ class EngineHarness:
             sampling_params=params,
             return_logprob=fields.pop("return_logprob", False),
             logprob_start_len=-1,
-            top_logprobs_num=0,
+            top_logprobs_num=fields.pop("top_logprobs_num", 0),
             token_ids_logprob=None,
             stream=True,
             **fields,

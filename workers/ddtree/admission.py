@@ -38,8 +38,6 @@ def refusal(req: Req) -> str | None:
                 f"{name} is not supported with {ALGORITHM} yet: "
                 "each node of a draft tree would need a grammar state of its own"
             )
-    if req.return_logprob:
-        return f"logprobs are not supported with {ALGORITHM} yet: ask without return_logprob"
     if req.return_hidden_states:
         return f"return_hidden_states is not supported with {ALGORITHM}"
     if req.custom_logit_processor is not None:

@@ -171,7 +171,7 @@ def sample_last_rows(
 
     Returns:
         [bs] int64 tokens, decided on rank 0 of the tensor-parallel group. With ``return_logprob``
-        the log-probabilities (after temperature, as SGLang's) are put into ``logits_output``.
+        the log-probabilities are put into ``logits_output``.
     """
     from sglang.srt.runtime_context import get_server_args
 
@@ -190,6 +190,7 @@ def sample_last_rows(
             positions,
         )
     from overstory.workers.ddtree.decisions import DecisionGroup
+    from overstory.workers.ddtree.logprobs import put_logprobs
 
     logits = self._preprocess_logits(logits, sampling_info)
     tokens = DecisionGroup().ints(
@@ -197,10 +198,7 @@ def sample_last_rows(
     )
     note_output(sampling_info, tokens.unsqueeze(1))
     if return_logprob:
-        scaled = logits if sampling_info.is_all_greedy else logits / sampling_info.temperatures
-        self.output_logprob_processor.compute_logprobs(
-            torch.log_softmax(scaled, dim=-1), top_logprobs_nums, token_ids_logprobs, tokens
-        ).write_output_to(logits_output)
+        put_logprobs(logits_output, sampling_info, top_logprobs_nums, token_ids_logprobs, tokens)
     return tokens
 
 

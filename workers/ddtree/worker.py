@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, compute_position
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
 from overstory.kernels.reference import Accepted, Tree, tree_accept
@@ -21,6 +22,7 @@ from overstory.workers.ddtree.draft_input import DDTreeDraftInput
 from overstory.workers.ddtree.drafter_config import read_drafter
 from overstory.workers.ddtree.drafter_kv import StackedDrafterKv
 from overstory.workers.ddtree.limits import StepLimits
+from overstory.workers.ddtree.logprobs import put_path_logprobs
 from overstory.workers.ddtree.sampler import apply_rules, draw, note_output
 from overstory.workers.ddtree.step_record import PENDING, StageClock, StepRecord
 from overstory.workers.ddtree.verify import tree_positions, verify
@@ -109,8 +111,29 @@ class DDTreeWorker(DFlashWorkerV2):
             pool.set_kv_buffer(layer.self_attn.attn, ctx_cache_loc, keys[i], values[i])
 
     def _prefill(self, batch: Any, on_publish: Publish) -> GenerationBatchResult:
+        """One prefill forward; the drafter's KV of the prompt before the prefix cache can have it.
+
+        Not the base class's: that one refuses to return log-probabilities.
+        """
         started = time.perf_counter_ns()
-        result = super().forward_batch_generation(batch, on_publish)
+        result = self.target_worker.forward_batch_generation(
+            batch, capture_hidden_mode=CaptureHiddenMode.FULL
+        )
+        result.new_seq_lens = batch.seq_lens
+        if on_publish is not None:
+            on_publish(batch.seq_lens)
+        starts, lengths = (
+            torch.tensor(values, dtype=torch.int32, device=self.device)
+            for values in (batch.prefix_lens, batch.extend_lens)
+        )
+        positions, _ = compute_position(
+            self.model_runner.server_args.attention_backend, starts, lengths, sum(batch.extend_lens)
+        )
+        hidden, result.logits_output.hidden_states = result.logits_output.hidden_states, None
+        self._append_target_hidden_to_draft_kv_by_loc(
+            target_hidden=hidden, cache_loc=batch.out_cache_loc, positions=positions
+        )
+        result.next_draft_input = self._draft_input(result.next_token_ids, batch.seq_lens)
         STATS.record_prefill(
             len(batch.reqs), sum(batch.extend_lens), time.perf_counter_ns() - started
         )
@@ -175,6 +198,8 @@ class DDTreeWorker(DFlashWorkerV2):
         )
         accepted = tree_accept(tree, targets.view_as(tree.tokens))
         note_output(info, accepted.tokens)
+        if batch.return_logprob:
+            put_path_logprobs(batch, logits_output, targets, accepted)
         return accepted
 
     def _target_buffers(self) -> list[torch.Tensor]:
@@ -199,11 +224,6 @@ class DDTreeWorker(DFlashWorkerV2):
 
     def _draft_input(self, roots: torch.Tensor, seq_lens: torch.Tensor) -> DDTreeDraftInput:
         return DDTreeDraftInput(roots.to(torch.int64), seq_lens.to(torch.int64), self.limits)
-
-    def _make_next_draft_input_prefill(
-        self, *, bonus_tokens: torch.Tensor, seq_lens: torch.Tensor
-    ) -> DDTreeDraftInput:
-        return self._draft_input(bonus_tokens, seq_lens)
 
     def _make_next_draft_input_decode(
         self, *, bonus_tokens: torch.Tensor, new_seq_lens: torch.Tensor

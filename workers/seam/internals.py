@@ -381,13 +381,27 @@ DDTREE: tuple[Entry, ...] = (
     Internal(
         f"{_SPEC}.dflash_worker_v2.DFlashWorkerV2",
         "the worker's base: loads the drafter, keeps its KV",
-        "forward_batch_generation on_verify_complete_cpu _make_next_draft_input_prefill "
-        "_make_next_draft_input_decode",
+        "forward_batch_generation on_verify_complete_cpu _make_next_draft_input_decode",
     ),
     Internal(
         f"{_SPEC}.dflash_worker_v2.DFlashWorkerV2._append_target_hidden_to_draft_kv_by_loc",
         "writes the accepted rows' drafter KV",
         "target_hidden cache_loc cache_loc_2d positions commit_lens",
+    ),
+    Internal(
+        f"{_SRT}.model_executor.forward_batch_info.compute_position",
+        "positions of a prefill's tokens",
+        "attn_backend extend_prefix_lens extend_seq_lens extend_seq_lens_sum",
+    ),
+    Internal(
+        f"{_SRT}.layers.logprob_processor.OutputLogprobProcessor.compute_logprobs",
+        "log-probabilities of one row per request",
+        "logprobs top_logprobs_nums token_ids_logprobs batch_next_token_ids",
+    ),
+    Internal(
+        f"{_SRT}.layers.logprob_processor.compute_spec_v2_logprobs",
+        "log-probabilities of accepted paths",
+        "batch logits_output predict accept_index speculative_num_steps",
     ),
     Internal(
         f"{_SPEC}.dflash_info.DFlashVerifyInput.prepare_for_verify",
@@ -526,72 +540,6 @@ RANK: tuple[Entry, ...] = (
         f"{_SRT}.utils.watchdog.WatchdogRaw.__init__",
         "what our watchdog reads",
         "get_counter is_active watchdog_timeout soft dump_info",
-    ),
-)
-
-#: Used by relocation passes: every holder of slot numbers that `workers.defrag.holders` lists.
-DEFRAG: tuple[Entry, ...] = (
-    Internal(
-        f"{_SRT}.mem_cache.allocator.token.TokenToKVPoolAllocator.__init__",
-        "hooked: free slots are handed out in order",
-        "size",
-    ),
-    Inline(
-        f"{_SRT}.mem_cache.allocator.token.TokenToKVPoolAllocator.alloc",
-        "sorts lazily where `need_sort` is set",
-        "if self.need_sort and need_size > len(self.free_pages):",
-    ),
-    Inline(
-        f"{_SRT}.mem_cache.allocator.token.TokenToKVPoolAllocator.free",
-        "freed slots wait to be sorted in",
-        "self.release_pages = torch.cat((self.release_pages, free_index))",
-    ),
-    Inline(
-        f"{_SRT}.mem_cache.allocator.token.TokenToKVPoolAllocator.clear",
-        "slots are 1..size",
-        "1, self.size + 1, dtype=torch.int64, device=self.device",
-    ),
-    Inline(
-        f"{_SRT}.mem_cache.allocator.base.BaseTokenToKVPoolAllocator.free_group_end",
-        "no group is open at a boundary",
-        "self.is_not_in_free_group = True",
-    ),
-    Internal(
-        f"{_SRT}.mem_cache.radix_cache.RadixCache",
-        "root and nodes of the prefix cache",
-        "match_prefix insert evict cache_finished_req cache_unfinished_req",
-    ),
-    Inline(
-        f"{_SRT}.mem_cache.radix_cache.TreeNode.__init__",
-        "slots of a cached text",
-        "self.value: Optional[torch.Tensor] = None",
-    ),
-    Inline(
-        f"{_SRT}.mem_cache.radix_cache.RadixCache.cache_unfinished_req",
-        "a request's row begins with its cached prefix",
-        "req.cache_protected_len = len(new_indices)",
-    ),
-    Internal(f"{_SRT}.mem_cache.chunk_cache.ChunkCache", "no prefix cache"),
-    Inline(
-        f"{_SRT}.managers.schedule_batch.Req.__init__",
-        "a request's cached prefix",
-        "self.prefix_indices: torch.Tensor = torch.empty((0,), dtype=torch.int64)",
-    ),
-    Inline(
-        f"{_SRT}.mem_cache.memory_pool.ReqToTokenPool.__init__",
-        "slot rows; how many are used",
-        "self.free_slots = list(range(1, self._alloc_size))",
-    ),
-    Inline(
-        f"{_SRT}.speculative.dflash_worker_v2.DFlashWorkerV2.alloc_memory_pool",
-        "the drafter shares the target's slot rows unless it has a window",
-        "None if self.use_compact_draft_cache else req_to_token_pool",
-    ),
-    Internal(f"{_SRT}.disaggregation.utils.DisaggregationMode", "no slots on the way", "NULL"),
-    Inline(
-        f"{_SRT}.constrained.grammar_manager.GrammarManager.__init__",
-        "requests that wait for a grammar",
-        "self.grammar_queue",
     ),
 )
 
