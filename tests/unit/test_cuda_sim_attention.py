@@ -145,7 +145,7 @@ def check(
     want, want_lse = expected
     n = want.shape[0]
     torch.testing.assert_close(out[:n], want, rtol=1e-2, atol=4e-3, equal_nan=True)
-    torch.testing.assert_close(lse[:n], want_lse, rtol=1e-5, atol=1e-2, equal_nan=True)
+    torch.testing.assert_close(lse[:n], want_lse, rtol=1e-5, atol=4e-3, equal_nan=True)
     assert bool((out[n:] == 0).all())
     assert bool((lse[n:] == -torch.inf).all())
 
