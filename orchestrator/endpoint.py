@@ -143,12 +143,17 @@ async def _answer(
 
 async def _whole(running: RunningRequest, job: Job, shape: Shape) -> dict[str, Any]:
     texts = [[prefix] for prefix in job.prefixes] or [[] for _ in job.plans]
+    tokens: dict[int, list[openai_responses.LoggedToken]] = {}
     reasons: dict[int, openai_responses.FinishReason] = {}
     async for piece in running.pieces():
         texts[piece.index].append(piece.text)
+        if piece.tokens is not None:
+            tokens.setdefault(piece.index, []).extend(piece.tokens)
         if piece.finish_reason is not None:
             reasons[piece.index] = piece.finish_reason
-    choices = [Choice("".join(text), reasons[index]) for index, text in enumerate(texts)]
+    choices = [
+        Choice("".join(text), reasons[index], tokens.get(index)) for index, text in enumerate(texts)
+    ]
     return shape.whole(choices, running.usage)
 
 
@@ -185,7 +190,7 @@ async def _events(
                 opening = shape.first(piece.index)
                 if opening is not None:
                     yield openai_responses.stream_json(opening, include_usage)
-            chunk = shape.delta(piece.index, text, piece.finish_reason)
+            chunk = shape.delta(piece.index, text, piece.finish_reason, piece.tokens)
             yield openai_responses.stream_json(chunk, include_usage)
     except ApiError as error:
         yield openai_responses.error_event(error)

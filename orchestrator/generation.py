@@ -10,12 +10,13 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from overstory.orchestrator.journal import GenerateCall, Journal, JournalEntry
-from overstory.orchestrator.openai_responses import FinishReason, Usage
+from overstory.orchestrator.openai_responses import FinishReason, LoggedToken, Usage
 from overstory.orchestrator.sampling import Sampling
-from overstory.orchestrator.text import Decode, TextStream
+from overstory.orchestrator.text import Decode, TextStep, TextStream, TokenTrail
+from overstory.orchestrator.token_text import TokenText
 
 
 class ReplicaLost(Exception):
@@ -31,6 +32,14 @@ class EngineRefused(Exception):
         self.status = status
 
 
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms of probabilities at one position: the token's own, and (token id, value)
+    of the most probable ones, best first."""
+
+    own: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
     """Tokens that one step of the engine committed to one sequence.
@@ -41,6 +50,8 @@ class TokenChunk:
 
     ids: list[int]
     finish: dict[str, Any] | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    """One per id, where the call asks for them."""
 
 
 async def held_together(
@@ -49,12 +60,15 @@ async def held_together(
     """The same tokens in fewer chunks: a chunk goes out `hold_s` after the one before, or with the
     end."""
     held: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
     sent_s = clock()
     async for chunk in chunks:
         held += chunk.ids
+        if chunk.logprobs is not None:
+            logprobs = [*(logprobs or ()), *chunk.logprobs]
         if chunk.finish is not None or clock() - sent_s >= hold_s:
-            yield TokenChunk(held, chunk.finish)
-            held, sent_s = [], clock()
+            yield TokenChunk(held, chunk.finish, logprobs)
+            held, logprobs, sent_s = [], None, clock()
 
 
 class Backend(Protocol):
@@ -80,11 +94,25 @@ class ChoicePlan:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of one choice that is certain; the last piece of a choice has its finish reason."""
+    """Text of one choice that is certain; the last piece of a choice has its finish reason.
+
+    `tokens` are those whose text begins to show with this piece, where log-probabilities are asked
+    for; a token of which a stop string leaves nothing is not among them.
+    """
 
     index: int
     text: str
     finish_reason: FinishReason | None = None
+    tokens: tuple[LoggedToken, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobsAsked:
+    """Log-probabilities of every token and of `top` alternatives at its position; `describe` tells
+    what a token id stands for."""
+
+    top: int
+    describe: Callable[[int], TokenText]
 
 
 class Generation:
@@ -106,6 +134,7 @@ class Generation:
         deadline_s: float,
         hold_s: float = 0.0,
         on_commit: Callable[[], None] | None = None,
+        logprobs: LogprobsAsked | None = None,
     ) -> None:
         """`deadline_s` is on the event loop's clock; `hold_s` as in `GenerateCall`; `on_commit` is
         called whenever a replica has committed tokens."""
@@ -118,6 +147,7 @@ class Generation:
         self._deadline_s = deadline_s
         self._hold_s = hold_s
         self._on_commit = on_commit
+        self._logprobs = logprobs
         self._entries: list[JournalEntry] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._pieces: asyncio.Queue[Piece | BaseException] = asyncio.Queue()
@@ -169,7 +199,8 @@ class Generation:
     async def _run(self, index: int, entry: JournalEntry) -> None:
         """Feed one choice's pieces, or what ended it, into the queue."""
         try:
-            async with aclosing(self._backend.generate(entry.call(self._hold_s))) as chunks:
+            call = entry.call(self._hold_s, self._logprobs.top if self._logprobs else None)
+            async with aclosing(self._backend.generate(call)) as chunks:
                 await self._follow(index, entry, chunks)
         except Exception as error:
             self._journal.close(entry, "failed")
@@ -178,28 +209,80 @@ class Generation:
     async def _follow(
         self, index: int, entry: JournalEntry, chunks: AsyncIterator[TokenChunk]
     ) -> None:
-        stream = TextStream(self._decode, self._stops)
+        stream = LoggedStream(TextStream(self._decode, self._stops), self._logprobs)
         async for chunk in chunks:
             shown, reason = _shown(chunk)
             if chunk.ids and self._on_commit is not None:
                 self._on_commit()
-            step = stream.feed(shown)
+            step = stream.feed(shown, chunk.logprobs)
             if step.stop is not None:
                 entry.commit(shown[: step.used])
-                self._finish(index, entry, step.text, "stop")
+                self._finish(entry, Piece(index, step.text, "stop", stream.shown(step)))
                 return
             entry.commit(chunk.ids)
+            tokens = stream.shown(step)
             if reason is not None:
-                rest = stream.finish()
-                self._finish(index, entry, step.text + rest.text, "stop" if rest.stop else reason)
+                rest, more = stream.finish()
+                ended = Piece(
+                    index,
+                    step.text + rest.text,
+                    "stop" if rest.stop else reason,
+                    None if tokens is None else (*tokens, *more),
+                )
+                self._finish(entry, ended)
                 return
             if step.text:
-                self._pieces.put_nowait(Piece(index, step.text))
+                self._pieces.put_nowait(Piece(index, step.text, None, tokens))
         raise ReplicaLost("the replica's answer ended before the sequence did")
 
-    def _finish(self, index: int, entry: JournalEntry, text: str, reason: FinishReason) -> None:
-        self._journal.close(entry, reason)
-        self._pieces.put_nowait(Piece(index, text, reason))
+    def _finish(self, entry: JournalEntry, piece: Piece) -> None:
+        assert piece.finish_reason is not None
+        self._journal.close(entry, piece.finish_reason)
+        self._pieces.put_nowait(piece)
+
+
+class LoggedStream:
+    """A text stream, with the log-probabilities of each token where they are `asked` for."""
+
+    def __init__(self, stream: TextStream, asked: LogprobsAsked | None) -> None:
+        self._stream = stream
+        self._asked = asked
+        self._trail: TokenTrail[LoggedToken] = TokenTrail()
+
+    def feed(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> TextStep:
+        """Text of `ids`; `logprobs` has one entry for each, and may have more."""
+        if self._asked is None:
+            return self._stream.feed(ids)
+        assert logprobs is not None, "the replica sent no log-probabilities"
+        texts = []
+        for used, (token, logged) in enumerate(zip(ids, logprobs, strict=False), 1):
+            self._trail.add(self._stream.decoded, self._describe(token, logged, self._asked))
+            step = self._stream.feed((token,))
+            texts.append(step.text)
+            if step.stop is not None:
+                return TextStep("".join(texts), used, step.stop)
+        assert len(texts) == len(ids), f"{len(ids)} tokens and {len(logprobs)} log-probabilities"
+        return TextStep("".join(texts), len(ids))
+
+    def shown(self, step: TextStep) -> tuple[LoggedToken, ...] | None:
+        """The tokens whose text begins to show with that of `step`; None where not asked for."""
+        return None if self._asked is None else tuple(self._trail.sent(len(step.text)))
+
+    def finish(self) -> tuple[TextStep, tuple[LoggedToken, ...]]:
+        """What was held back, at the end of the sequence."""
+        step = self._stream.finish()
+        tokens = self._trail.sent(len(step.text))
+        if step.stop is None:
+            tokens += self._trail.rest()
+        return step, tuple(tokens)
+
+    def _describe(self, token: int, logged: TokenLogprobs, asked: LogprobsAsked) -> LoggedToken:
+        return LoggedToken(
+            asked.describe(token),
+            logged.own,
+            tuple((asked.describe(other), value) for other, value in logged.top),
+            self._stream.decoded,
+        )
 
 
 def _shown(chunk: TokenChunk) -> tuple[list[int], FinishReason | None]:

@@ -27,12 +27,15 @@ class GenerateCall:
         sampling: what is left to do.
         hold_s: how long tokens may be held back to be sent together; each message costs the
             processes on its way a few milliseconds of CPU.
+        logprobs: alternatives to log at each position beside the token itself; None for no
+            log-probabilities at all.
     """
 
     rid: str
     input_ids: tuple[int, ...]
     sampling: Sampling
     hold_s: float = 0.0
+    logprobs: int | None = None
 
 
 @dataclass(slots=True)
@@ -54,7 +57,7 @@ class JournalEntry:
             f"{self.rid}: {len(self.committed)} tokens of {self.sampling.max_new_tokens}"
         )
 
-    def call(self, hold_s: float = 0.0) -> GenerateCall:
+    def call(self, hold_s: float = 0.0, logprobs: int | None = None) -> GenerateCall:
         """The call that produces what is still missing, from the start or after a loss."""
         assert self.outcome is None, f"{self.rid} ended ({self.outcome})"
         return GenerateCall(
@@ -62,6 +65,7 @@ class JournalEntry:
             input_ids=(*self.prompt_ids, *self.committed),
             sampling=self.sampling.after(len(self.committed)),
             hold_s=hold_s,
+            logprobs=logprobs,
         )
 
 

@@ -8,6 +8,7 @@ GB of imports.
 """
 
 import difflib
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -21,6 +22,9 @@ MAX_STOPS = 16
 MAX_BIAS = 100.0
 """Largest logit bias, either way (OpenAI's)."""
 
+MAX_LOGPROBS, MAX_CHAT_LOGPROBS = 5, 20
+"""Most alternatives at each position of a completion and of a chat (OpenAI's)."""
+
 _MAX_ID_DIGITS = 9
 
 HARMLESS = frozenset(
@@ -32,7 +36,6 @@ HARMLESS = frozenset(
 """Accepted and of no effect on the text."""
 
 _OFF: dict[str, tuple[Any, ...]] = {
-    "logprobs": (False,),
     "top_logprobs": (0,),
     "best_of": (1,),
     "suffix": ("",),
@@ -183,6 +186,11 @@ class GenerationRequest(_Strict):
         return self
 
     @property
+    @abstractmethod
+    def alternatives(self) -> int | None:
+        """Alternatives to log at each position; None for no log-probabilities."""
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """Stop strings as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -205,6 +213,9 @@ class CompletionRequest(GenerationRequest):
     echo: bool = False
     """Put the prompt's text before the completion."""
 
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    """Log-probabilities of the new tokens, and of this many alternatives at each position."""
+
     @model_validator(mode="before")
     @classmethod
     def _check_prompt(cls, data: Any) -> Any:
@@ -216,6 +227,29 @@ class CompletionRequest(GenerationRequest):
                 "lists of token ids, and not empty",
             )
         return data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_false_logprobs(cls, data: Any) -> Any:
+        """False asks for nothing, as in chats."""
+        if not isinstance(data, Mapping) or data.get("logprobs") is not False:
+            return data
+        return {name: value for name, value in data.items() if name != "logprobs"}
+
+    @model_validator(mode="after")
+    def _no_logprobs_of_prompts(self) -> "CompletionRequest":
+        if self.echo and self.logprobs is not None:
+            raise field_error(
+                "logprobs",
+                "logprobs of prompts are not supported by this server: ask without echo",
+                "unsupported_parameter",
+            )
+        return self
+
+    @property
+    def alternatives(self) -> int | None:
+        """See `GenerationRequest.alternatives`."""
+        return self.logprobs
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
@@ -274,6 +308,12 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     """Most tokens to generate per choice. Unset: what the context leaves."""
 
+    logprobs: bool = False
+    """Log-probabilities of the new tokens."""
+
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_CHAT_LOGPROBS)
+    """And of this many alternatives at each position; only with logprobs."""
+
     chat_template_kwargs: dict[str, Any] = {}
     """Variables for the model's chat template."""
 
@@ -285,6 +325,17 @@ class ChatCompletionRequest(GenerationRequest):
                 "max_tokens", "max_tokens and max_completion_tokens differ; set only the latter"
             )
         return self
+
+    @model_validator(mode="after")
+    def _top_logprobs_with_logprobs(self) -> "ChatCompletionRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise field_error("top_logprobs", "top_logprobs is only allowed with logprobs: true")
+        return self
+
+    @property
+    def alternatives(self) -> int | None:
+        """See `GenerationRequest.alternatives`."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def limit(self) -> int | None:

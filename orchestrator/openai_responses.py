@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from overstory.orchestrator.openai_errors import ApiError
+from overstory.orchestrator.token_text import TokenText
 
 FinishReason = Literal["stop", "length"]
 
@@ -30,11 +31,33 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class LoggedToken:
+    """A token with natural logarithms of probabilities.
+
+    Attributes:
+        name: what the token stands for.
+        logprob: its own.
+        top: the most probable tokens at its position, best first; it may be one of them.
+        offset: the character of the choice's text at which its text starts.
+    """
+
+    name: TokenText
+    logprob: float
+    top: tuple[tuple[TokenText, float], ...]
+    offset: int
+
+
+Logged = Sequence[LoggedToken] | None
+"""Tokens of a choice or a piece of one; None where nobody asked for log-probabilities."""
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """A finished choice."""
 
     text: str
     finish_reason: FinishReason
+    tokens: Logged = None
 
 
 def json_bytes(value: Any) -> bytes:
@@ -73,7 +96,7 @@ class CompletionShape:
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """The answer in one piece."""
         listed = [
-            _text_choice(index, choice.text, choice.finish_reason)
+            _text_choice(index, choice.text, choice.finish_reason, choice.tokens)
             for index, choice in enumerate(choices)
         ]
         return {**self._head, "choices": listed, "usage": usage.json()}
@@ -82,9 +105,11 @@ class CompletionShape:
         """A chunk that opens a choice: none here."""
         return None
 
-    def delta(self, index: int, text: str, finish_reason: FinishReason | None) -> dict[str, Any]:
+    def delta(
+        self, index: int, text: str, finish_reason: FinishReason | None, tokens: Logged = None
+    ) -> dict[str, Any]:
         """A chunk with a piece of a choice."""
-        return {**self._head, "choices": [_text_choice(index, text, finish_reason)]}
+        return {**self._head, "choices": [_text_choice(index, text, finish_reason, tokens)]}
 
     def usage(self, usage: Usage) -> dict[str, Any]:
         """The last chunk, where asked for."""
@@ -103,7 +128,7 @@ class ChatShape:
             {
                 "index": index,
                 "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": None,
+                "logprobs": _chat_logprobs(choice.tokens),
                 "finish_reason": choice.finish_reason,
             }
             for index, choice in enumerate(choices)
@@ -114,11 +139,14 @@ class ChatShape:
 
     def first(self, index: int) -> dict[str, Any] | None:
         """The chunk that opens a choice: who speaks."""
-        return self._chunk([_chat_delta(index, {"role": "assistant", "content": ""}, None)])
+        return self._chunk([_chat_delta(index, {"role": "assistant", "content": ""}, None, None)])
 
-    def delta(self, index: int, text: str, finish_reason: FinishReason | None) -> dict[str, Any]:
+    def delta(
+        self, index: int, text: str, finish_reason: FinishReason | None, tokens: Logged = None
+    ) -> dict[str, Any]:
         """A chunk with a piece of a choice."""
-        return self._chunk([_chat_delta(index, {"content": text} if text else {}, finish_reason)])
+        content = {"content": text} if text else {}
+        return self._chunk([_chat_delta(index, content, finish_reason, tokens)])
 
     def usage(self, usage: Usage) -> dict[str, Any]:
         """The last chunk, where asked for."""
@@ -128,14 +156,67 @@ class ChatShape:
         return {**self._head, "object": "chat.completion.chunk", "choices": choices}
 
 
-def _text_choice(index: int, text: str, finish_reason: FinishReason | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+def _text_choice(
+    index: int, text: str, finish_reason: FinishReason | None, tokens: Logged
+) -> dict[str, Any]:
+    return {
+        "index": index,
+        "text": text,
+        "logprobs": _text_logprobs(tokens),
+        "finish_reason": finish_reason,
+    }
 
 
 def _chat_delta(
-    index: int, delta: dict[str, str], finish_reason: FinishReason | None
+    index: int, delta: dict[str, str], finish_reason: FinishReason | None, tokens: Logged
 ) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    return {
+        "index": index,
+        "delta": delta,
+        "logprobs": _chat_logprobs(tokens),
+        "finish_reason": finish_reason,
+    }
+
+
+def _text_logprobs(tokens: Logged) -> dict[str, Any] | None:
+    """As `/v1/completions` has them: the token itself is always among its alternatives."""
+    if tokens is None:
+        return None
+    alternatives = [_alternatives(token) for token in tokens]
+    return {
+        "tokens": [token.name.text for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": alternatives if any(alternatives) else None,
+        "text_offset": [token.offset for token in tokens],
+    }
+
+
+def _alternatives(token: LoggedToken) -> dict[str, float]:
+    """By text; of several tokens with one text the best, unless one of them is the token itself."""
+    if not token.top:
+        return {}
+    named: dict[str, float] = {}
+    for name, logprob in token.top:
+        named.setdefault(name.text, logprob)
+    return {**named, token.name.text: token.logprob}
+
+
+def _chat_logprobs(tokens: Logged) -> dict[str, Any] | None:
+    if tokens is None:
+        return None
+    content = [
+        {
+            **_chat_token(token.name, token.logprob),
+            "top_logprobs": [_chat_token(name, logprob) for name, logprob in token.top],
+        }
+        for token in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _chat_token(name: TokenText, logprob: float) -> dict[str, Any]:
+    raw = None if name.raw is None else list(name.raw)
+    return {"token": name.text, "logprob": logprob, "bytes": raw}
 
 
 def models(name: str, created: int, context_tokens: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 from overstory.orchestrator.controller_actor import find_controller
 from overstory.orchestrator.engine_errors import EngineDead, RankDeath
 from overstory.orchestrator.engine_flags import resolve_engine
-from overstory.orchestrator.generation import TokenChunk, held_together
+from overstory.orchestrator.generation import TokenChunk, TokenLogprobs, held_together
 from overstory.orchestrator.health import ProgressJudge
 from overstory.orchestrator.journal import GenerateCall
 from overstory.orchestrator.launch import launch_engine
@@ -63,11 +63,15 @@ class Replica:
         steps = cast(
             AsyncGenerator[dict[str, Any], None],
             self._engine.generate_ids(
-                request.input_ids, request.sampling.engine_params(), request.rid
+                request.input_ids,
+                request.sampling.engine_params(),
+                request.rid,
+                return_logprob=request.logprobs is not None,
+                top_logprobs_num=request.logprobs or 0,
             ),
         )
         async with aclosing(steps):
-            chunks = (TokenChunk(step["token_ids"], step["finish_reason"]) async for step in steps)
+            chunks = (_chunk(step) async for step in steps)
             async for chunk in held_together(chunks, request.hold_s, time.monotonic):
                 yield chunk
 
@@ -121,6 +125,20 @@ class Replica:
         engine = getattr(self, "_engine", None)
         if engine is not None:
             engine.shutdown()
+
+
+def _chunk(step: Mapping[str, Any]) -> TokenChunk:
+    """A step of `OverstoryEngine.generate_ids`, whose log-probabilities come as SGLang's triples of
+    (value, token id, text)."""
+    logged = step["logprobs"]
+    if logged is None:
+        return TokenChunk(step["token_ids"], step["finish_reason"])
+    tops = step["top_logprobs"] or [()] * len(logged)
+    logprobs = [
+        TokenLogprobs(own[0], tuple((token, value) for value, token, _ in top or ()))
+        for own, top in zip(logged, tops, strict=True)
+    ]
+    return TokenChunk(step["token_ids"], step["finish_reason"], logprobs)
 
 
 def _register(spec: DeploymentSpec, name: str) -> None:

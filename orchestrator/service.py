@@ -15,6 +15,7 @@ from overstory.orchestrator.generation import (
     ChoicePlan,
     EngineRefused,
     Generation,
+    LogprobsAsked,
     Piece,
     ReplicaLost,
 )
@@ -54,11 +55,13 @@ class ServiceLimits:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request, checked and in tokens. `prefixes` is text to put before each choice (`echo`)."""
+    """A request, checked and in tokens. `prefixes` is text to put before each choice (`echo`),
+    `logprobs` the number of alternatives to log, None for no log-probabilities."""
 
     plans: tuple[ChoicePlan, ...]
     stops: tuple[str, ...]
     prefixes: tuple[str, ...]
+    logprobs: int | None
 
 
 class RunningRequest:
@@ -162,6 +165,9 @@ class EndpointService:
             deadline_s=deadline_s,
             hold_s=0.0 if stream else _HOLD_WHOLE_S,
             on_commit=self.readiness.generated,
+            logprobs=None
+            if job.logprobs is None
+            else LogprobsAsked(job.logprobs, self._tokenizer.token),
         )
         return RunningRequest(generation, slot, self)
 
@@ -282,7 +288,7 @@ class EndpointService:
             seed = draw_seed() if request.seed is None else fold_seed(request.seed)
             for choice_seed in choice_seeds(seed, request.n):
                 plans.append(ChoicePlan(number, ids, _sampling(request, choice_seed, new)))
-        return Job(tuple(plans), request.stops, prefixes)
+        return Job(tuple(plans), request.stops, prefixes, request.alternatives)
 
     def _new_tokens(self, prompt: int, wanted: int | None, param: str) -> int:
         context = self.limits.context_tokens

@@ -4,8 +4,12 @@ Pure: decoding is a function handed in. The pieces that come out, joined, equal 
 ids at once, however the ids were cut into chunks; a chunk can end inside a multi-byte character.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text; bytes that are not UTF-8 become U+FFFD, as in Hugging Face tokenizers."""
@@ -116,11 +120,16 @@ class TextStep:
 
 
 class TextStream:
-    """Detokenizing and stop strings of one sequence."""
+    """Detokenizing and stop strings of one sequence.
+
+    `decoded` is the number of characters that the ids have made certain, held back ones included:
+    where the text of the next token starts.
+    """
 
     def __init__(self, decode: Decode, stops: Sequence[str] = ()) -> None:
         self._detokenizer = Detokenizer(decode)
         self._scanner = StopScanner(stops) if stops else None
+        self.decoded = 0
 
     def feed(self, ids: Sequence[int]) -> TextStep:
         """Text of `ids`.
@@ -129,14 +138,19 @@ class TextStream:
         depend on how many tokens a speculative step committed at once.
         """
         if self._scanner is None:
-            return TextStep(self._detokenizer.feed(ids), len(ids))
+            return TextStep(self._decode(ids), len(ids))
         pieces: list[str] = []
         for used, token in enumerate(ids, 1):
-            piece, stop = self._scanner.feed(self._detokenizer.feed((token,)))
+            piece, stop = self._scanner.feed(self._decode((token,)))
             pieces.append(piece)
             if stop is not None:
                 return TextStep("".join(pieces), used, stop)
         return TextStep("".join(pieces), len(ids))
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        piece = self._detokenizer.feed(ids)
+        self.decoded += len(piece)
+        return piece
 
     def finish(self) -> TextStep:
         """What was held back, at the end of the sequence; its last bytes can complete a stop
@@ -146,3 +160,29 @@ class TextStream:
             return TextStep(rest, 0)
         piece, stop = self._scanner.feed(rest)
         return TextStep(piece if stop else piece + self._scanner.flush(), 0, stop)
+
+
+class TokenTrail(Generic[T]):
+    """Something about each token, held until its text is sent."""
+
+    def __init__(self) -> None:
+        self._held: deque[tuple[int, T]] = deque()
+        self._sent = 0
+
+    def add(self, start: int, item: T) -> None:
+        """The next token, whose text starts at character `start`, no lower than the last."""
+        self._held.append((start, item))
+
+    def sent(self, characters: int) -> list[T]:
+        """That many more are sent: the tokens of which at least one is among them."""
+        self._sent += characters
+        items = []
+        while self._held and self._held[0][0] < self._sent:
+            items.append(self._held.popleft()[1])
+        return items
+
+    def rest(self) -> list[T]:
+        """What is left where nothing was cut off: tokens without text of their own."""
+        items = [item for _, item in self._held]
+        self._held.clear()
+        return items

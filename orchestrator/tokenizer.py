@@ -12,6 +12,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
+from overstory.orchestrator.token_text import TokenText, token_text
+
 _AS_THE_FILE_SAYS = {None, "PreTrainedTokenizerFast", "TokenizersBackend"}
 """Tokenizer classes that add nothing to `tokenizer.json`; Llama's, for one, adds a
 beginning-of-text token."""
@@ -39,6 +41,10 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens."""
+        ...
+
+    def token(self, token_id: int) -> TokenText:
+        """What one token stands for, also a special one, and ids beyond the vocabulary."""
         ...
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
@@ -94,6 +100,13 @@ class FileTokenizer:
         """See `Tokenizer.decode`."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    def token(self, token_id: int) -> TokenText:
+        """See `Tokenizer.token`."""
+        return token_text(
+            self._tokenizer.id_to_token(token_id),
+            lambda: str(self._tokenizer.decode([token_id], skip_special_tokens=False)),
+        )
+
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """See `Tokenizer.render_chat`."""
         import jinja2
@@ -129,6 +142,14 @@ class TransformersTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """See `Tokenizer.decode`."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def token(self, token_id: int) -> TokenText:
+        """See `Tokenizer.token`."""
+        known = 0 <= token_id < self.vocab_size
+        return token_text(
+            self._tokenizer.convert_ids_to_tokens(token_id) if known else None,
+            lambda: str(self._tokenizer.decode([token_id], skip_special_tokens=False)),
+        )
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """See `Tokenizer.render_chat`."""

@@ -59,6 +59,65 @@ def test_seeds_make_text_repeatable_and_choices_distinct(real: Endpoint) -> None
     assert _texts(real) != _texts(real)
 
 
+def test_log_probabilities_whole_and_streamed(real: Endpoint) -> None:
+    client = openai.OpenAI(base_url=real.url + "/v1", api_key="none", max_retries=0, timeout=60)
+    fields: Any = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": PROMPT}],
+        "max_tokens": 30,
+        "seed": 4,
+        "frequency_penalty": 0.5,
+        "logprobs": True,
+        "top_logprobs": 3,
+    }
+    whole = client.chat.completions.create(**fields)
+    content = whole.choices[0].logprobs.content
+    raw = bytes(byte for token in content for byte in token.bytes)
+    assert raw.decode() == whole.choices[0].message.content
+    for token in content:
+        values = [other.logprob for other in token.top_logprobs]
+        assert values == sorted(values, reverse=True)
+        assert len(values) == 3
+        assert token.logprob <= values[0] <= 0
+        known = {other.token: other.logprob for other in token.top_logprobs}
+        assert known.get(token.token, token.logprob) == token.logprob
+    streamed = [
+        token
+        for chunk in client.chat.completions.create(**fields, stream=True)
+        for choice in chunk.choices
+        if choice.logprobs is not None
+        for token in choice.logprobs.content
+    ]
+    assert [token.token for token in streamed] == [token.token for token in content]
+    # Other forwards, for the prompt is in the prefix cache now: the same up to rounding.
+    assert [token.logprob for token in streamed] == pytest.approx(
+        [token.logprob for token in content], abs=2e-4
+    )
+    body = real.post(prompt=PROMPT, max_tokens=12, temperature=0, logprobs=2).json()
+    logged = body["choices"][0]["logprobs"]
+    assert "".join(logged["tokens"]) == body["choices"][0]["text"]
+    assert all(
+        value == max(top.values())
+        for value, top in zip(logged["token_logprobs"], logged["top_logprobs"], strict=True)
+    )
+
+
+def test_rules_for_the_logits_reach_the_model(real: Endpoint) -> None:
+    tokenizer = load_tokenizer(resolve_model(real.spec.model))
+    fields: Any = {"max_tokens": 12, "temperature": 0}
+    bare = _texts(real, **fields)
+    a = tokenizer.encode("a", special=False)[0]
+    assert _texts(real, **fields, logit_bias={str(a): 100}) == ["a" * 12]
+    assert _texts(real, **fields, logit_bias={str(a): 100}, presence_penalty=2) == ["a" * 12]
+    assert _texts(real, **fields, repetition_penalty=2.0) != bare
+    ended = real.post(prompt=PROMPT, stop_token_ids=[a], logit_bias={str(a): 100}, **fields)
+    assert ended.json()["usage"]["completion_tokens"] == 1
+    later = real.post(
+        prompt=PROMPT, stop_token_ids=[a], logit_bias={str(a): 100}, min_tokens=5, **fields
+    )
+    assert later.json()["usage"]["completion_tokens"] == 6
+
+
 def test_text_does_not_depend_on_what_else_runs(real: Endpoint) -> None:
     alone = _texts(real, seed=5)[0]
     prompts = ["import os\n", PROMPT, "class A:\n    def"]

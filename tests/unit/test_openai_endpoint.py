@@ -11,10 +11,16 @@ import pytest
 
 from overstory.orchestrator.admission import Admission
 from overstory.orchestrator.endpoint import build_http_app
-from overstory.orchestrator.generation import EngineRefused, ReplicaLost, TokenChunk
+from overstory.orchestrator.generation import (
+    EngineRefused,
+    ReplicaLost,
+    TokenChunk,
+    TokenLogprobs,
+)
 from overstory.orchestrator.journal import GenerateCall
 from overstory.orchestrator.readiness import Readiness
 from overstory.orchestrator.service import EndpointService, ServiceLimits
+from overstory.orchestrator.token_text import TokenText
 from overstory.orchestrator.tokenizer import ChatTemplateError
 
 CONTEXT, LONGEST_PROMPT = 100, 95
@@ -32,6 +38,9 @@ class Codepoints:
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(map(chr, ids))
+
+    def token(self, token_id: int) -> TokenText:
+        return TokenText(chr(token_id), chr(token_id).encode())
 
     def render_chat(self, messages: Sequence[Any], **variables: Any) -> str:
         if messages[0]["content"] == "refuse":
@@ -69,9 +78,22 @@ class ScriptedBackend:
                 if at and self.fail is not None:
                     raise self.fail
                 last = at + self.size >= len(ids)
-                yield TokenChunk(ids[at : at + self.size], ends if last else None)
+                some = ids[at : at + self.size]
+                logged = None if call.logprobs is None else _logged(some, at, call.logprobs)
+                yield TokenChunk(some, ends if last else None, logged)
         finally:
             self.closed.append(call.rid)
+
+
+def _logged(ids: list[int], at: int, top: int) -> list[TokenLogprobs]:
+    """The token at place i has logarithm -(i + 1) / 8 and is the second of its alternatives."""
+    return [
+        TokenLogprobs(
+            -(at + i + 1) / 8,
+            ((ord("X"), -0.01), (token, -(at + i + 1) / 8), (ord("Z"), -9.0))[:top],
+        )
+        for i, token in enumerate(ids)
+    ]
 
 
 class World:
@@ -274,6 +296,89 @@ def test_seeds_are_kept_drawn_and_distinct() -> None:
         assert len(set(seeds[7:])) == 5
 
     play(story)
+
+
+def test_log_probabilities_of_a_completion() -> None:
+    async def story(world: World) -> None:
+        body = (await world.complete(logprobs=2)).json()
+        assert body["choices"][0]["logprobs"] == {
+            "tokens": ["a", "b", "c"],
+            "token_logprobs": [-0.125, -0.25, -0.375],
+            "top_logprobs": [
+                {"X": -0.01, "a": -0.125}, {"X": -0.01, "b": -0.25}, {"X": -0.01, "c": -0.375}
+            ],
+            "text_offset": [0, 1, 2],
+        }  # fmt: skip
+        few = (await world.complete(logprobs=1)).json()["choices"][0]["logprobs"]
+        assert few["top_logprobs"][2] == {"X": -0.01, "c": -0.375}, "the token itself is there too"
+        none = (await world.complete(logprobs=0)).json()["choices"][0]["logprobs"]
+        assert (none["token_logprobs"], none["top_logprobs"]) == ([-0.125, -0.25, -0.375], None)
+        for fields in ({}, {"logprobs": None}, {"logprobs": False}):
+            assert (await world.complete(**fields)).json()["choices"][0]["logprobs"] is None
+        assert [call.logprobs for call in world.backend.calls] == [2, 1, 0, None, None, None]
+
+    play(story, backend=ScriptedBackend("abc", 2))
+
+
+def test_log_probabilities_of_a_chat() -> None:
+    async def story(world: World) -> None:
+        body = (await world.chat(logprobs=True, top_logprobs=1)).json()
+        first, second = body["choices"][0]["logprobs"]["content"]
+        assert first == {
+            "token": "\xe4",
+            "logprob": -0.125,
+            "bytes": [0xC3, 0xA4],
+            "top_logprobs": [{"token": "X", "logprob": -0.01, "bytes": [88]}],
+        }
+        assert second["token"] == "b"
+        bare = (await world.chat(logprobs=True)).json()["choices"][0]["logprobs"]["content"]
+        assert [entry["top_logprobs"] for entry in bare] == [[], []]
+        assert (await world.chat(logprobs=False)).json()["choices"][0]["logprobs"] is None
+
+    play(story, backend=ScriptedBackend("\xe4b", 2))
+
+
+@pytest.mark.parametrize("stop", [None, "thr", "e", "one"])
+@pytest.mark.parametrize("size", [1, 4])
+def test_streamed_log_probabilities_are_those_of_the_whole_answer(
+    size: int, stop: str | None
+) -> None:
+    """Of the tokens that the text shows: what a stop string swallows has none."""
+
+    async def story(world: World) -> None:
+        fields = {"stop": stop, "n": 2, "seed": 5, "logprobs": 2}
+        choices = (await world.complete(**fields)).json()["choices"]
+        for choice in choices:
+            assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+            assert choice["logprobs"]["text_offset"] == list(range(len(choice["text"])))
+        chunks = events(await world.complete(**fields, stream=True))[:-1]
+        for choice in choices:
+            for name in ("tokens", "token_logprobs", "text_offset"):
+                parts = [
+                    part["logprobs"][name]
+                    for chunk in chunks
+                    for part in chunk["choices"]
+                    if part["index"] == choice["index"]
+                ]
+                assert [one for part in parts for one in part] == choice["logprobs"][name]
+        fields = {"stop": stop, "logprobs": True, "top_logprobs": 1}
+        whole = (await world.chat(**fields)).json()["choices"][0]["logprobs"]["content"]
+        deltas = [
+            chunk["choices"][0]["logprobs"]
+            for chunk in events(await world.chat(**fields, stream=True))[:-1]
+        ]
+        assert deltas[0] is None, "the opening chunk has no token"
+        assert [entry for delta in deltas[1:] for entry in delta["content"]] == whole
+
+    play(story, backend=ScriptedBackend("one two three", size))
+
+
+def test_a_stop_token_has_no_log_probability() -> None:
+    async def story(world: World) -> None:
+        choice = (await world.complete(stop_token_ids=[ord(".")], logprobs=0)).json()["choices"][0]
+        assert choice["logprobs"]["tokens"] == list("an end")
+
+    play(story, backend=ScriptedBackend("an end.", 4))
 
 
 def test_rules_for_the_logits_reach_the_engine() -> None:

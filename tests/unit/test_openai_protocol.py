@@ -111,9 +111,6 @@ def test_a_model_must_be_named(model: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("field", "asking", "off"),
     [
-        ("logprobs", 1, None),
-        ("logprobs", True, False),
-        ("logprobs", 0, None),
         ("response_format", {"type": "json_object"}, {"type": "text"}),
         ("tools", [{"type": "function"}], []),
         ("tool_choice", "required", "auto"),
@@ -138,6 +135,37 @@ def test_bias_that_is_no_number_is_refused_by_token(bias: dict[str, Any]) -> Non
     error = refusal(CompletionRequest, logit_bias=bias)
     assert error.status == 400
     assert (error.param or "").startswith("logit_bias")
+
+
+@pytest.mark.parametrize("logprobs", [-1, 6, True, 1.5, "two"])
+def test_logprobs_of_completions(logprobs: Any) -> None:
+    assert refusal(CompletionRequest, logprobs=logprobs).param == "logprobs"
+    assert [completion(logprobs=value).alternatives for value in (0, 5, None, False)] == [
+        0, 5, None, None
+    ]  # fmt: skip
+    assert refusal(CompletionRequest, logprobs=0, echo=True).code == "unsupported_parameter"
+    assert refusal(CompletionRequest, top_logprobs=3).code == "unsupported_parameter"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logprobs": 1}, "logprobs"),
+        ({"logprobs": "yes"}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": True}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": False, "top_logprobs": 2}, "top_logprobs"),
+    ],
+)
+def test_logprobs_of_chats(fields: dict[str, Any], param: str) -> None:
+    error = refusal(ChatCompletionRequest, **fields)
+    assert (error.status, error.param) == (400, param)
+    assert chat(logprobs=True, top_logprobs=20).alternatives == 20
+    assert chat(logprobs=True).alternatives == 0
+    assert chat(top_logprobs=0).alternatives is None
+    assert chat(logprobs=None, top_logprobs=None).alternatives is None
 
 
 def test_rules_at_their_limits_pass() -> None:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from overstory.orchestrator.text import Decode, Detokenizer, StopScanner, TextStream
+from overstory.orchestrator.text import Decode, Detokenizer, StopScanner, TextStream, TokenTrail
 
 
 def _bytes_tokenizer() -> tokenizers.Tokenizer:
@@ -146,3 +146,15 @@ def test_a_broken_ending_can_complete_a_stop_string() -> None:
     stream = TextStream(DECODE, ["\ufffd"])
     assert stream.feed([TOKENIZER.token_to_id("ð")]).text == ""
     assert stream.finish().stop == "\ufffd"
+
+
+def test_tokens_leave_the_trail_with_the_first_character_of_their_text() -> None:
+    trail: TokenTrail[str] = TokenTrail()
+    for start, item in ((0, "a"), (1, "part of b"), (1, "b"), (3, "c"), (4, "nothing")):
+        trail.add(start, item)
+    assert trail.sent(0) == []
+    assert trail.sent(1) == ["a"]
+    assert trail.sent(1) == ["part of b", "b"]
+    assert trail.sent(2) == ["c"]
+    assert trail.rest() == ["nothing"]
+    assert trail.rest() == []

@@ -5,6 +5,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from overstory.orchestrator.token_text import TokenText, token_text
 from overstory.orchestrator.tokenizer import ChatTemplateError, FileTokenizer, load_tokenizer
 
 TEMPLATE = (
@@ -76,3 +77,34 @@ def test_a_template_cannot_reach_out_of_its_sandbox(model: Path) -> None:
     _configure(model, chat_template="{{ messages.__class__.__mro__ }}")
     with pytest.raises(ChatTemplateError):
         load_tokenizer(str(model)).render_chat([{"role": "user", "content": "x"}])
+
+
+def test_single_tokens_are_named_by_text_or_by_their_bytes(model: Path) -> None:
+    """The vocabulary has the bytes alone: all but ASCII needs several tokens."""
+    tokenizer = load_tokenizer(str(model))
+    assert isinstance(tokenizer, FileTokenizer)
+    ids = tokenizer.encode(" a\u20ac", special=False)
+    named = [tokenizer.token(token) for token in ids]
+    assert [name.text for name in named] == [
+        " ", "a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"
+    ]  # fmt: skip
+    assert b"".join(name.raw or b"?" for name in named).decode() == " a\u20ac"
+    assert tokenizer.token(tokenizer.vocab_size - 1).text == "<|bos|>"
+    assert tokenizer.token(tokenizer.vocab_size + 7).raw is None
+
+
+@pytest.mark.parametrize(
+    ("piece", "decoded", "text", "raw"),
+    [
+        ("\u2581the", "the", " the", b" the"),
+        ("\u2581the", " the", " the", b" the"),
+        ("<0xE2>", "\ufffd", "bytes:\\xe2", b"\xe2"),
+        ("\ufffd", "\ufffd", "\ufffd", None),
+        ("\u00ef\u00bf\u00bd", "\ufffd", "\ufffd", "\ufffd".encode()),
+        ("x", "x", "x", b"x"),
+    ],
+)
+def test_tokens_of_other_vocabularies(
+    piece: str, decoded: str, text: str, raw: bytes | None
+) -> None:
+    assert token_text(piece, lambda: decoded) == TokenText(text, raw)

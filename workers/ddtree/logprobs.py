@@ -8,6 +8,7 @@ rounding of the forward only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ def put_logprobs(
     logits_output: Any,
     info: Any,
     top_logprobs_nums: list[int],
-    token_ids_logprobs: list[list[int] | None],
+    token_ids_logprobs: Sequence[list[int] | None],
     tokens: torch.Tensor,
 ) -> None:
     """Into ``logits_output``: of ``tokens`` [bs], one row of adjusted logits per request."""
