@@ -7,10 +7,9 @@
 # $OVERSTORY_KERNEL_CACHE); no install of this project. Each part has a time limit and a file of its
 # own in OUT, and a part that fails does not stop the others:
 #   build.txt      the machine, the build, what ptxas says
-#   tests.txt      tests/gpu           } side by side, as none of
-#   memcheck.txt   compute-sanitizer   } them measures a time; the
-#   racecheck.txt  compute-sanitizer   } baselines are compiled
-#   warm.txt       too                 } meanwhile
+#   tests_attention.txt, tests_others.txt   tests/gpu   } side by side, as none of
+#   memcheck.txt, racecheck.txt    compute-sanitizer    } them measures a time
+#   warm.txt                  compiling the baselines   }
 #   bench.txt, bench/{results.csv,plot.svg,goals.md}   the shapes with goals, then the baselines
 #   sweep.txt, sweep/results.csv                       our tunables
 #   ncu.txt        counters of one launch
@@ -70,8 +69,14 @@ sanitize() { # tool
   part "$1" "$most" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 9 \
     "$python" "$root/tests/gpu/sanitizer_matrix.py"
 }
-part tests "$most" "$python" -m pytest "$root/tests/gpu" -c "$root/pyproject.toml" -q \
-  -p no:cacheprovider -m "not full" --durations=8 --maxfail=25 &
+run_tests() { # name, files
+  local name=$1
+  shift
+  part "$name" "$most" env OVERSTORY_TEST_SECONDS=$((most - 6)) "$python" -m pytest "$@" \
+    -c "$root/pyproject.toml" -q -p no:cacheprovider -m "not full" --durations=8 --maxfail=25
+}
+run_tests tests_attention "$root/tests/gpu/test_gpu_attention.py" &
+run_tests tests_others "$root/tests/gpu/test_gpu_graphs.py" "$root/tests/gpu/test_gpu_small_ops.py" &
 sanitize memcheck &
 sanitize racecheck &
 part warm "$most" "$python" -m overstory.kernels.bench --quick --warm \

@@ -1,8 +1,10 @@
 """Tests that need a GPU and nothing else but torch and pytest: no SGLang, no Ray, no install."""
 
 import importlib.util
+import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,16 @@ def _why_not() -> str | None:
     except (NoDeviceError, NoCompilerError) as error:
         return str(error)
     return None
+
+
+_BEGUN = time.monotonic()
+_SECONDS = float(os.environ.get("OVERSTORY_TEST_SECONDS", "inf"))
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Within a given time: end with a report of what ran, instead of being killed without."""
+    if time.monotonic() - _BEGUN > _SECONDS:
+        item.session.shouldstop = f"{_SECONDS:.0f} s are over; the tests after this one did not run"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
