@@ -148,6 +148,8 @@ def _verify(
 ) -> None:
     library = library_for("verify_attention", q.device)
     if library is None:
+        if lse is not None:
+            lse.fill_(-torch.inf)
         if mask_words is not None:
             custom_mask, mask_indptr = _full_mask_of(mask_words, qo_indptr, kv_indptr)
         if tail is not None:
@@ -158,7 +160,9 @@ def _verify(
             q, kv, qo_indptr, kv_indptr, kv_indices, out_cache_loc, custom_mask, mask_indptr,
             scale=scale, v_head_dim=v_head_dim, causal=causal, lse=lse,
         )  # fmt: skip
-        out.copy_(result)
+        owned = slice(int(qo_indptr[0]), int(qo_indptr[-1]))
+        out.zero_()
+        out[owned] = result[owned]
         return
     check_kernel_limits(q, {"kv": kv, "tail": tail}, scale, v_head_dim)
     heads = q.shape[1]

@@ -119,6 +119,17 @@ def test_forms_of_attention_that_the_reference_does_not_have() -> None:
     torch.testing.assert_close(got, want)
 
 
+def test_rows_that_no_request_owns_give_nothing() -> None:
+    """As of a batch that is padded to what was captured."""
+    inputs = attention_inputs()
+    inputs["qo_indptr"] = torch.tensor([0, 3])
+    lse, out = torch.zeros(4, 2), torch.full((4, 2, 16), torch.nan)
+    ops.verify_attention(**inputs, lse=lse, out=out)
+    assert bool(out[:3].isfinite().all())
+    assert bool((out[3] == 0).all())
+    assert lse[3].tolist() == [-torch.inf] * 2
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
