@@ -33,6 +33,27 @@ def test_rows_hold_a_step_at_the_end_of_the_context(nodes: int, block: int, over
     assert limits.max_rows >= 1 + nodes
     assert known + limits.ahead >= known + unseen + limits.max_rows
     assert known + limits.ahead <= context + row_headroom(limits.max_rows)
+    assert limits.reserved(known, 0) <= context + row_headroom(limits.max_rows)
+
+
+@given(
+    nodes=st.integers(0, 63),
+    overlap=st.booleans(),
+    steps=st.lists(st.integers(1, 8), max_size=60),
+)
+def test_slots_are_topped_up_in_blocks_and_never_run_short(
+    nodes: int, overlap: bool, steps: list[int]
+) -> None:
+    limits = StepLimits(8, rows_for(nodes, 8), overlap)
+    committed = allocated = 100
+    taken = []
+    for tokens in steps:
+        wanted = limits.reserved(committed, allocated)
+        assert committed + limits.ahead <= wanted <= committed + 2 * limits.max_rows
+        if wanted > allocated:
+            taken.append(wanted - allocated)
+        allocated, committed = wanted, committed + tokens
+    assert all(count > 2 * limits.max_rows - limits.ahead for count in taken)
 
 
 @pytest.mark.parametrize(("budget", "rows"), [(0, 8), (4, 8), (7, 8), (8, 9), (63, 64)])

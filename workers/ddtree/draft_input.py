@@ -40,8 +40,8 @@ class DDTreeDraftInput(DFlashDraftInputV2):
     def prepare_for_decode(self, batch: ScheduleBatch) -> None:
         """Reserve the slots of the next step for each request; called by the scheduler.
 
-        What is reserved is `StepLimits.ahead` beyond the committed length, not SGLang's twice the
-        rows.
+        See `StepLimits.reserved`: as many as SGLang's DFLASH keeps, but topped up only when a step
+        could run short.
         """
         bs = batch.batch_size()
         if bs == 0:
@@ -49,7 +49,7 @@ class DDTreeDraftInput(DFlashDraftInputV2):
         committed = [int(req.kv_committed_len) for req in batch.reqs]
         allocated = [int(req.kv.kv_allocated_len) for req in batch.reqs]
         wanted = [
-            max(now, length + self.limits.ahead)
+            self.limits.reserved(length, now)
             for now, length in zip(allocated, committed, strict=True)
         ]
         width = batch.req_to_token_pool.req_to_token.shape[1]

@@ -40,6 +40,17 @@ class StepLimits:
         """
         return self.max_rows + (self.block_size if self.overlap else 0)
 
+    def reserved(self, committed: int, allocated: int) -> int:
+        """Slots that a request of ``committed`` tokens should have before its next step.
+
+        One that has ``ahead`` already gets none. One that has not gets as many as the scheduler
+        has made sure of before each step (twice the rows): slots taken a few at a time by many
+        requests in turn would leave each of them in runs of a few rows.
+        """
+        if allocated >= committed + self.ahead:
+            return allocated
+        return committed + 2 * self.max_rows
+
 
 def row_headroom(max_rows: int) -> int:
     """Columns that a request's slot row needs beyond the context length.
