@@ -70,7 +70,7 @@ def _jobs(chosen: argparse.Namespace) -> list[Job]:
     if chosen.sweep:
         return sweep_jobs(GOALS, chosen.quick)
     cases = GOALS if chosen.quick else every_case()
-    others: list[Implementation] = [*from_sglang(chosen.sglang, chosen.quick), NAIVE]
+    others: list[Implementation] = [NAIVE, *from_sglang(chosen.sglang, chosen.quick)]
     return [
         *attention_jobs(cases, [OURS]),
         *small_jobs(small_cases()),
