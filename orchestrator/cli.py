@@ -210,13 +210,14 @@ def defrag(
     rows: Annotated[int, typer.Option(help="KV rows that the first pass may move.")] = 1024,
     passes: Annotated[int, typer.Option(help="Passes at most.")] = 8,
     pause_ms: Annotated[float, typer.Option(help="Longest pause of the ranks per pass.")] = 20.0,
+    long_run: Annotated[int, typer.Option(help="Rows worth moving to remove one break.")] = 64,
     as_json: AsJson = False,
 ) -> None:
     """Bring requests' KV rows together, a few between two steps; requests go on."""
     with _told():
         from overstory.orchestrator.defrag import DefragOrder
 
-        order = DefragOrder(dry_run, rows, passes, pause_ms)
+        order = DefragOrder(dry_run, rows, passes, pause_ms, long_run)
         _known(name)
         from overstory.orchestrator.defrag_command import defrag as run
 

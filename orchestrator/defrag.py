@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from overstory.orchestrator.defrag_plan import (
+    LONG_RUN,
+    MOST_ROWS,
     ROWS_PER_PASS,
     Fragmentation,
     Plan,
@@ -27,8 +29,7 @@ from overstory.orchestrator.errors import UserFault
 from overstory.orchestrator.lease import Command
 
 FEWEST_ROWS = 64
-MOST_ROWS = 16384
-"""Bounds of what a pass may move, however short the pauses are."""
+"""Rows that a pass may move however long the pauses are."""
 
 PASSES = 8
 PAUSE_MS = 20.0
@@ -55,6 +56,7 @@ class DefragOrder:
         rows: rows that the first pass may move; later ones go by the pause of those before.
         passes: at most so many.
         pause_ms: longest that a pass should keep the ranks from stepping.
+        long_run: rows worth moving to remove one break, see `plan_moves`.
         below: do nothing if the contiguous share is not below; 1.0 does what there is to do.
     """
 
@@ -62,6 +64,7 @@ class DefragOrder:
     rows: int = ROWS_PER_PASS
     passes: int = PASSES
     pause_ms: float = PAUSE_MS
+    long_run: int = LONG_RUN
     below: float = 1.0
 
     def __post_init__(self) -> None:
@@ -71,6 +74,8 @@ class DefragOrder:
             raise OrderFault(f"passes: got {self.passes}, wanted at least 1")
         if not self.pause_ms > 0:
             raise OrderFault(f"pause_ms: got {self.pause_ms}, wanted above 0")
+        if self.long_run < 1:
+            raise OrderFault(f"long_run: got {self.long_run}, wanted at least 1")
         if not 0 <= self.below <= 1:
             raise OrderFault(f"below: got {self.below}, wanted a share, 0..1")
 
@@ -147,7 +152,7 @@ async def _plan(
     if order.below < 1.0 and measure(picture).contiguous_share >= order.below:
         return no_moves(picture, epoch)
     # In a thread: a large pool takes some hundred ms, and the event loop grants leases.
-    return await asyncio.to_thread(plan_moves, picture, epoch, rows)
+    return await asyncio.to_thread(plan_moves, picture, epoch, rows, order.long_run)
 
 
 async def _pass(steering: Steering, replica: str, plan: Plan) -> dict[str, Any]:

@@ -31,8 +31,13 @@ Slots: TypeAlias = NDArray[np.int64]
 ROWS_PER_PASS = 1024
 """Rows that a pass may copy if nothing else is said."""
 
+MOST_ROWS = 4096
+"""Rows that any plan may name. With what makes way for them at most twice as many are copied, which
+is what the kernel moves in one launch."""
+
 LONG_RUN = 64
-"""Rows worth moving to remove one break: sequences in longer runs are as good as contiguous."""
+"""Rows worth moving to remove one break. Reckoned, not measured: to read and write so many rows of
+70 KB, as large models have, takes a GPU as long as one more copy call, some microseconds."""
 
 TRIES = 4
 """Sequences that are looked at for each move, worst first: bounds the time of planning."""

@@ -14,7 +14,6 @@ from overstory.orchestrator import cli
 from overstory.orchestrator.controller import Controller
 from overstory.orchestrator.defrag import (
     FEWEST_ROWS,
-    MOST_ROWS,
     DefragOrder,
     DefragRefused,
     OrderFault,
@@ -23,6 +22,7 @@ from overstory.orchestrator.defrag import (
     rows_for_pause,
 )
 from overstory.orchestrator.defrag_plan import (
+    MOST_ROWS,
     Fragmentation,
     Plan,
     PlanRefused,
@@ -130,6 +130,17 @@ def test_a_pool_that_is_good_enough_is_left_alone() -> None:
     assert run(ranks, below=0.5)["passes"] == []
 
 
+def test_runs_that_are_long_enough_are_left_alone() -> None:
+    ranks = FakeReplica(requests=1, rows=200)
+    ranks.picture = SlotPicture(
+        400, (SlotSequence("r", np.r_[1:101, 201:301]),), np.r_[101:201, 301:401]
+    )
+    assert run(ranks)["next"] is None
+    done = run(ranks, long_run=100)
+    assert (done["before"]["runs"], done["after"]["runs"]) == (2, 1)
+    assert sum(one["rows"] for one in done["passes"]) == 100
+
+
 def test_rows_follow_the_pause() -> None:
     assert rows_for_pause(1000, 40.0, 20.0) == 500
     assert rows_for_pause(1000, 1.0, 20.0) == 2000
@@ -174,9 +185,10 @@ def test_ranks_that_differ_after_a_pass_are_reported() -> None:
     ("fields", "why"),
     [
         ({"rows": 0}, "rows: got 0"),
-        ({"rows": MOST_ROWS + 1}, "wanted 1..16384"),
+        ({"rows": MOST_ROWS + 1}, "wanted 1..4096"),
         ({"passes": 0}, "passes: got 0"),
         ({"pause_ms": 0.0}, "pause_ms: got 0.0"),
+        ({"long_run": 0}, "long_run: got 0"),
         ({"below": 1.5}, "below: got 1.5"),
     ],
 )
@@ -191,7 +203,7 @@ def test_the_command_line_refuses_a_bad_order_before_ray_is_imported(
     monkeypatch.setitem(sys.modules, "ray", None)
     answer = CliRunner().invoke(cli.app, ["defrag", "--rows", "0"])
     assert answer.exit_code == 1
-    assert "error: rows: got 0, wanted 1..16384" in answer.stderr
+    assert "error: rows: got 0, wanted 1..4096" in answer.stderr
 
 
 def controller(phase: str, reason: str = "") -> Controller:
@@ -229,6 +241,42 @@ def test_replicas_that_stepped_since_their_picture_are_looked_at_again() -> None
     assert state.worked() == []
     state._replicas["r"].reports[0] = {"forwards": 6}
     assert state.worked() == ["r"]
+
+
+def test_a_controller_that_is_told_to_look_does_so_and_survives_refusals() -> None:
+    async def watch() -> list[tuple[str, float]]:
+        steering = controller("leased")
+        steering._defrag_every_s, steering._defrag_order = 0.001, DefragOrder(below=0.7)
+        steering._state._replicas["r"].reports[0] = {"forwards": 5}
+        looks: list[tuple[str, float]] = []
+        twice = asyncio.Event()
+
+        async def look(name: str, order: DefragOrder) -> dict[str, Any]:
+            looks.append((name, order.below))
+            if len(looks) == 1:
+                raise DefragRefused("busy")
+            steering._state.pictured("r", {})
+            twice.set()
+            return {}
+
+        worked, more = steering._state.worked, asyncio.Semaphore(0)
+
+        def counting() -> list[str]:
+            more.release()
+            return worked()
+
+        steering._state.worked = counting  # type: ignore[method-assign]
+        steering._defragment = look  # type: ignore[method-assign]
+        steering._watch = asyncio.create_task(steering._watch_fragmentation())
+        await asyncio.wait_for(twice.wait(), 30)
+        for _ in range(5):  # Further looks find that the replica has not stepped since.
+            await asyncio.wait_for(more.acquire(), 30)
+        steering._state._replicas["r"].phase = "lost"
+        await steering.close()
+        assert steering._watch.cancelled()
+        return looks
+
+    assert asyncio.run(watch()) == [("r", 0.7)] * 2
 
 
 def test_the_texts() -> None:

@@ -10,13 +10,17 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from overstory.orchestrator.defrag_plan import Plan, PlanRefused, SlotPicture, check_plan, measure
+from overstory.orchestrator.defrag_plan import (
+    MOST_ROWS,
+    Plan,
+    PlanRefused,
+    SlotPicture,
+    check_plan,
+    measure,
+)
 
 if TYPE_CHECKING:
     from overstory.workers.commands import CommandContext, CommandTable
-
-MOST_ROWS = 65536
-"""Rows that any plan may name."""
 
 
 class PictureShelf:

@@ -124,10 +124,23 @@ def _copy_rows(scheduler: Scheduler, table: torch.Tensor) -> tuple[int, float]:
     moves = table != torch.arange(len(table), device=table.device)
     moves[_free(scheduler)] = False
     sources = moves.nonzero().view(-1)
-    kv_relocate(pool_buffers(scheduler), sources, table[sources])
+    for buffers in _by_memory(pool_buffers(scheduler)):
+        kv_relocate(buffers, sources, table[sources])
     if table.is_cuda:
         torch.cuda.current_stream().synchronize()
     return int(sources.numel()), (time.perf_counter() - begun) * 1e3
+
+
+def _by_memory(buffers: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Buffers that share memory together, others apart.
+
+    `kv_relocate` holds a copy of all rows that it moves. For all layers of a large model at once
+    that may be more than a GPU has left beside its pool.
+    """
+    together: dict[int, list[torch.Tensor]] = {}
+    for buffer in buffers:
+        together.setdefault(buffer.untyped_storage().data_ptr(), []).append(buffer)
+    return list(together.values())
 
 
 def _rewrite(scheduler: Scheduler, table: torch.Tensor) -> None:
