@@ -143,9 +143,10 @@ def test_which_of_the_foreign_kernels_run_where(tmp_path: Path) -> None:
     case = AttentionCase("verify_attention", 1, 9, 65536)
     splits = [i.name for i in quick if "split_decode" in i.name and i.takes(case)]
     assert splits == ["sglang_triton_split_decode_128"]
-    wide = AttentionCase("verify_attention", 1, 17, 65536)
-    chain = next(i for i in full if "shared_kv" in i.name)
-    assert (chain.takes(case), chain.takes(wide)) == (True, False)
+    rows = [AttentionCase("verify_attention", 1, q, 65536) for q in (9, 17, 33)]
+    for chosen, wanted in ((quick, [True, False, False]), (full, [True, True, False])):
+        chain = next(i for i in chosen if "shared_kv" in i.name)
+        assert [chain.takes(case) for case in rows] == wanted
 
 
 @pytest.fixture

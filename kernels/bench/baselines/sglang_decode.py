@@ -45,4 +45,5 @@ def folded_decode(sglang: ForeignSglang, inputs: AttentionInputs, splits: int) -
         1.0,
         1.0,
     )
-    return lambda: forward(*arguments)
+    # As for every MLA model: values are taken from the keys' tile, not loaded again.
+    return lambda: forward(*arguments, has_mla=True)
