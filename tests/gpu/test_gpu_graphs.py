@@ -93,26 +93,27 @@ class Batch:
         self.out.fill_(torch.nan)
         return tokens
 
-    def check(self, tokens: int) -> None:
-        lse = torch.empty(tokens, HEADS, device="cuda")
+    def check(self, tokens: int, on: str = "cuda") -> None:
+        """Against the reference, computed `on` a device."""
+        lse = torch.empty(tokens, HEADS, device=on)
         want = reference.verify_attention(
-            self.q[:tokens],
-            self.kv,
-            self.qo_indptr,
-            self.kv_indptr,
-            self.kv_indices,
-            self.out_cache_loc[:tokens],
-            self.mask,
-            self.mask_indptr,
+            self.q[:tokens].to(on),
+            self.kv.to(on),
+            self.qo_indptr.to(on),
+            self.kv_indptr.to(on),
+            self.kv_indices.to(on),
+            self.out_cache_loc[:tokens].to(on),
+            self.mask.to(on),
+            self.mask_indptr.to(on),
             scale=0.07,
             lse=lse,
         )
-        got = self.out.float()
+        got, got_lse = self.out.float().to(on), self.lse.to(on)
         error = (got[:tokens] - want.float()).norm() / want.float().norm().clamp(min=1e-6)
         assert float(error) < 1e-2
-        torch.testing.assert_close(self.lse[:tokens], lse, rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(got_lse[:tokens], lse, rtol=2e-3, atol=2e-3)
         assert bool((got[tokens:] == 0).all()), "rows that no request owns"
-        assert bool((self.lse[tokens:] == -torch.inf).all())
+        assert bool((got_lse[tokens:] == -torch.inf).all())
 
 
 def workspace() -> torch.Tensor:
