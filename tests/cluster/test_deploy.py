@@ -113,8 +113,18 @@ def test_up_used_and_down(shell: Shell) -> None:
     assert by_mode["plain"]["tokens_per_forward"] == 1.0
     assert all(row["tokens"] == 24 for row in result["rows"])
     assert len(by_mode["chain"]["accepted_by_depth"]) == 7
+
+    defragged = shell("defrag", "--json")
+    assert defragged.returncode == 0, defragged.stderr
+    (done,) = json.loads(defragged.stdout).values()
+    assert done["after"]["contiguous_share"] >= done["before"]["contiguous_share"]
+    unknown = shell("defrag", "--dry-run", "--replica", "nobody")
+    assert unknown.returncode == 1
+    assert "error: controller: replica nobody cannot be defragmented" in unknown.stderr
     after = json.loads(shell("status", "--json").stdout)
     assert after["controller"]["policy"] == "tree-31"  # As before the benchmark.
+    (replica,) = after["controller"]["replicas"]
+    assert replica["fragmentation"]["free"] == done["after"]["free"]
 
     same = shell.deploy(f"gateway.port={port}")
     assert same.returncode == 0

@@ -25,7 +25,12 @@ from overstory.workers.commands import CommandContext
 from overstory.workers.defrag import handlers
 from overstory.workers.defrag.audit import SlotsAstray, audit
 from overstory.workers.defrag.holders import live_requests, nodes
-from overstory.workers.defrag.relocate import CannotRelocate, relocate, take_picture
+from overstory.workers.defrag.relocate import (
+    CannotRelocate,
+    pool_buffers,
+    relocate,
+    take_picture,
+)
 from overstory.workers.scheduler_view import SglangScheduler
 
 if TYPE_CHECKING:
@@ -114,7 +119,14 @@ def test_a_planned_pass_gathers_running_requests(engine: Engine, pair: tuple[str
         harness.at_boundary(checked_pass, random_plan_here(harness, rows=200))
         harness.step()
         picture = harness.at_boundary(take_picture)[0]
-        assert picture.row_bytes > 0
+        worker = harness.scheduler.model_worker
+        drafter = worker.draft_model_runner.token_to_kv_pool
+        both = [*worker.model_runner.token_to_kv_pool.kv_buffer, *drafter.k_buffer]
+        both += drafter.v_buffer
+        assert [b.data_ptr() for b in pool_buffers(harness.scheduler)] == [
+            b.data_ptr() for b in both
+        ]
+        assert picture.row_bytes == sum(b[0].numel() * b.element_size() for b in both)
         plan = plan_moves(picture, EPOCH, 4096)
         done = harness.at_boundary(checked_pass, plan)[0]
         assert done.rows == plan.rows > 0
