@@ -32,6 +32,7 @@ struct alignas(16) Piece {
   int whole;            // the piece is all of its item: no combining
   int slot;             // otherwise, where the part goes
   int next_unit, end_unit;  // of the block
+  int wide_out_cache_loc;
 };
 
 // Where a key is: >= 0 a slot of the cache, kNoKey, or <= kDenseTail a row of args.tail.
@@ -45,7 +46,7 @@ __device__ __forceinline__ int locate_key(const Args& args, const Piece& piece, 
   if (key >= piece.keys) return kNoKey;
   const int token = piece.first_token + key - piece.prefix;
   if (args.tail != nullptr) return kDenseTail - token;
-  return static_cast<int>(load_index(args.out_cache_loc, args.wide_out_cache_loc, token));
+  return static_cast<int>(load_index(args.out_cache_loc, piece.wide_out_cache_loc != 0, token));
 }
 
 // This thread's part (16 threads a key) of a granule; zeros where there is no key, because a weight
@@ -65,8 +66,9 @@ __device__ __forceinline__ void load_key(const Args& args, char* stage, int wher
   if (part < 8) ptx::cp_async_16(to + 1024, row + 1024, valid);
 }
 
-__device__ __forceinline__ bool any_not_finite(uint32_t pair) {
-  return (pair & 0x7f80u) == 0x7f80u || (pair & 0x7f800000u) == 0x7f800000u;
+// Not 0 if one of two bf16 is an infinity or NaN: one more in the exponent reaches the sign.
+__device__ __forceinline__ uint32_t not_finite(uint32_t pair) {
+  return ((pair & 0x7fff7fffu) + 0x00800080u) & 0x80008000u;
 }
 
 // Tail keys are seen by some rows only. Zeros in place of a key that is not finite keep it from the
@@ -76,13 +78,12 @@ __device__ __forceinline__ void isolate_broken_keys(const Piece& piece, int gran
   const int key = thread >> 4, part = thread & 15;
   const bool in_tail = granule * kGranule + key >= piece.prefix;
   char* row = stage + key * kRowBytes + part * 16;
-  bool bad = false;
+  uint32_t bad = 0;
   for (int i = 0; i < (part < 8 ? 5 : 4); ++i) {
     const uint4 v = *reinterpret_cast<const uint4*>(row + i * 256);
-    bad |= any_not_finite(v.x) || any_not_finite(v.y) || any_not_finite(v.z) ||
-           any_not_finite(v.w);
+    bad |= not_finite(v.x) | not_finite(v.y) | not_finite(v.z) | not_finite(v.w);
   }
-  const uint32_t votes = ptx::ballot(bad && in_tail);
+  const uint32_t votes = ptx::ballot(bad != 0 && in_tail);
   const bool key_bad = ((votes >> (thread & 16)) & 0xffffu) != 0;
   if (key_bad) {
     for (int i = 0; i < (part < 8 ? 5 : 4); ++i) {
@@ -94,17 +95,18 @@ __device__ __forceinline__ void isolate_broken_keys(const Piece& piece, int gran
 
 // Which tail rows each token of the row tile sees, one 64-bit word each.
 template <int kTiles>
-__device__ __forceinline__ void load_visible(const Args& args, const Piece& piece,
+__device__ __forceinline__ void load_visible(const Args& args, const Piece& piece, int thread,
                                              uint64_t* visible) {
+  const int lane = thread & 31;
   const int tail = piece.keys - piece.prefix;
   const int first = piece.first_row >> args.heads_shift;
   const int last = (piece.first_row + 8 * kTiles - 1) >> args.heads_shift;
-  for (int token = first + ptx::warp(); token <= last && token < piece.tokens; token += kWarps) {
+  for (int token = first + (thread >> 5); token <= last && token < piece.tokens; token += kWarps) {
     uint64_t word = ~uint64_t{0};
     if (args.mask_mode == kMaskBytes) {
       const uint8_t* row = args.mask_bytes + args.mask_indptr[piece.request] +
                            int64_t{token} * piece.keys + piece.prefix;
-      const int low = ptx::lane(), high = ptx::lane() + 32;
+      const int low = lane, high = lane + 32;
       const uint32_t low_bits = ptx::ballot(low < tail && row[low] != 0);
       const uint32_t high_bits = ptx::ballot(high < tail && row[high] != 0);
       word = (static_cast<uint64_t>(high_bits) << 32) | low_bits;
@@ -113,7 +115,7 @@ __device__ __forceinline__ void load_visible(const Args& args, const Piece& piec
     } else if (args.mask_mode == kMaskCausal) {
       word >>= kMaxTail - 1 - token;
     }
-    if (ptx::lane() == 0) visible[token - first] = word;
+    if (lane == 0) visible[token - first] = word;
   }
 }
 
@@ -141,12 +143,10 @@ struct Block {
 
   __device__ __forceinline__ Piece& piece() const { return *at<Piece>(L::kPiece); }
   __device__ __forceinline__ int half() const { return warp() >> 2; }
-
-  // First column of a step, from the warp's first. The second half goes round from the fifth step:
-  // at each position the halves are at different columns of the odd tile.
-  __device__ __forceinline__ int column_of(int position) const {
-    if (!L::kOdd) return position * 16;
-    return position * 16 + half() * (position < 4 ? 80 : -64);
+  // The tile whose maxima and sums this warp keeps, if it has one.
+  __device__ __forceinline__ int own_tile() const { return half() * L::kPairs + (warp() & 3); }
+  __device__ __forceinline__ bool has_tile() const {
+    return (warp() & 3) < L::kPairs + (L::kOdd && !L::kFull ? half() : 0);
   }
 
   // Queries of this lane's row of a tile, from this lane's first column; null for no row.
@@ -186,16 +186,16 @@ struct Block {
       const uint16_t* from = query(args, half() * L::kPairs + j);
       OVERSTORY_UNROLL
       for (int step = 0; step < kStepsQK; ++step) {
-        keep_query(step, j, load_pair(from, column_of(step)), load_pair(from, column_of(step) + 8));
+        keep_query(step, j, load_pair(from, step * 16), load_pair(from, step * 16 + 8));
       }
     }
     if (!L::kOdd) return;
     const uint16_t* from = query(args, kTiles - 1);
     OVERSTORY_UNROLL
     for (int step = 0; step < kStepsOdd; ++step) {
-      const uint16_t* own = step < 4 || half() == 0 ? from : nullptr;
-      keep_query(step, L::kPairs, load_pair(own, column_of(step)),
-                 load_pair(own, column_of(step) + 8));
+      const int column = (half() == 0 ? step : step + kStepsOdd) * 16;
+      const uint16_t* own = column < kStepsQK * 16 ? from : nullptr;
+      keep_query(step, L::kPairs, load_pair(own, column), load_pair(own, column + 8));
     }
   }
 
@@ -219,32 +219,42 @@ struct Block {
     if (L::kFull) at<float4>(L::kStates)[tile * 32 + lane()] = state;
   }
 
-  // This warp's part of the granule's scores, to shared memory as the lanes hold it.
+  // This warp's part of the scores of its half's tiles (kPaired) and of the odd tile (kOdd), to
+  // shared memory as the lanes hold it. Of the odd tile the first half of the warps multiplies the
+  // first five steps, the second half the others.
+  template <int kHalf, bool kPaired, bool kOdd>
   __device__ __forceinline__ void multiply_scores(const char* keys) {
+    constexpr int kBegin = kPaired || kHalf == 0 ? 0 : kStepsOdd;
+    constexpr int kEnd = kPaired || kHalf == 1 ? kStepsQK : kStepsOdd;
     float s[L::kPairs + 1][4];
     OVERSTORY_UNROLL
     for (int j = 0; j <= L::kPairs; ++j) {
       OVERSTORY_UNROLL
       for (int e = 0; e < 4; ++e) s[j][e] = 0.0f;
     }
-    const char* from = keys + (lane() & 15) * kRowBytes + (lane() >> 4) * 16 +
-                       (warp() & 3) * 288;
+    const char* from = keys + (lane() & 15) * kRowBytes + (lane() >> 4) * 16 + (warp() & 3) * 288;
     OVERSTORY_UNROLL
-    for (int step = 0; step < kStepsQK; ++step) {
-      if (L::kPairs == 0 && step >= kStepsOdd) break;
+    for (int step = kBegin; step < kEnd; ++step) {
       uint32_t a[4];
-      ptx::ldmatrix_x4(a, from + column_of(step) * 2);
-      OVERSTORY_UNROLL
-      for (int j = 0; j < L::kPairs; ++j) multiply_keys(s[j], a, step, j);
-      if (L::kOdd && step < kStepsOdd) multiply_keys(s[L::kPairs], a, step, L::kPairs);
+      ptx::ldmatrix_x4(a, from + step * 32);
+      if (kPaired) {
+        OVERSTORY_UNROLL
+        for (int j = 0; j < L::kPairs; ++j) multiply_keys(s[j], a, step, j);
+      }
+      const int odd_step = step - kHalf * kStepsOdd;
+      if (kOdd && odd_step >= 0 && odd_step < kStepsOdd) {
+        multiply_keys(s[L::kPairs], a, odd_step, L::kPairs);
+      }
     }
     float4* to = at<float4>(L::kScores) + lane();
-    OVERSTORY_UNROLL
-    for (int j = 0; j < L::kPairs; ++j) {
-      const int part = (half() * L::kPairs + j) * 4 + (warp() & 3);
-      to[part * 32] = make_float4(s[j][0], s[j][1], s[j][2], s[j][3]);
+    if (kPaired) {
+      OVERSTORY_UNROLL
+      for (int j = 0; j < L::kPairs; ++j) {
+        const int part = (kHalf * L::kPairs + j) * 4 + (warp() & 3);
+        to[part * 32] = make_float4(s[j][0], s[j][1], s[j][2], s[j][3]);
+      }
     }
-    if (L::kOdd) {
+    if (kOdd) {
       const float* last = s[L::kPairs];
       to[(L::kPairs * 8 + warp()) * 32] = make_float4(last[0], last[1], last[2], last[3]);
     }
@@ -282,20 +292,21 @@ struct Block {
     const bool seen = index < piece().keys && (tail < 0 || ((word >> tail) & 1) != 0);
     if (!seen) {
       first = second = kMinusInfinity;
-    } else if (at<uint8_t>(L::kBroken)[key] != 0) {
+    } else if (at<uint8_t>(L::kBroken)[granule % 2 * 16 + key] != 0) {
       first = second = __builtin_nanf("");
     }
   }
 
-  // Weights 2^(score - maximum) of tiles `warp` and `warp` + 8, to shared memory in bf16; their
+  // Weights 2^(score - maximum) of `tile` and the odd one (kCount 2), to shared memory in bf16; their
   // maxima and sums go on. Two tiles go side by side, because each waits on itself.
   template <bool kTail, int kCount>
-  __device__ __forceinline__ void softmax(const Args& args, int granule, bool odd) {
+  __device__ __forceinline__ void softmax(const Args& args, int granule, int first, bool odd) {
+    const int parity = granule & 1;
     float4 s[kCount];
     float top[kCount][2], factor[kCount][2];
     OVERSTORY_UNROLL
     for (int k = 0; k < kCount; ++k) {
-      const int tile = warp() + k * kWarps;
+      const int tile = k == 0 ? first : kTiles - 1;
       s[k] = add_parts(tile, k > 0 || odd);
       if (kTail) mask_scores(args, granule, tile, s[k]);
       top[k][0] = fmaxf(s[k].x, s[k].z), top[k][1] = fmaxf(s[k].y, s[k].w);
@@ -310,7 +321,7 @@ struct Block {
     }
     OVERSTORY_UNROLL
     for (int k = 0; k < kCount; ++k) {
-      const int tile = warp() + k * kWarps;
+      const int tile = k == 0 ? first : kTiles - 1;
       const float4 before = load_state(tile);
       float m[2] = {before.x, before.y}, l[2] = {before.z, before.w};
       bool moves[2];
@@ -334,13 +345,14 @@ struct Block {
       const uint32_t far =
           ptx::pack_bf16x2(ptx::exp2_fast(fmaf(s[k].z, args.scale_log2, -base[0])),
                            ptx::exp2_fast(fmaf(s[k].w, args.scale_log2, -base[1])));
-      uint32_t* to = at<uint32_t>(L::kWeights) + tile * 64 + lane();
+      uint32_t* to = at<uint32_t>(L::kWeights + parity * L::kWeightBytes) + tile * 64 + lane();
       to[0] = near;
       to[32] = far;
       const bool moved = ptx::any(moves[0] || moves[1]);
-      if (lane() == 0) at<uint8_t>(L::kMoved)[tile] = moved ? 1 : 0;
+      if (lane() == 0) at<uint8_t>(L::kMoved)[parity * 16 + tile] = moved ? 1 : 0;
       if (moved && lane() < 4) {
-        at<float2>(L::kScaling)[tile * 4 + lane()] = make_float2(factor[k][0], factor[k][1]);
+        at<float2>(L::kScaling)[(parity * kTiles + tile) * 4 + lane()] =
+            make_float2(factor[k][0], factor[k][1]);
       }
       // The sums of what the product will use: of the rounded weights.
       l[0] += ptx::bits_float(near << 16) + ptx::bits_float(far << 16);
@@ -349,28 +361,34 @@ struct Block {
     }
   }
 
-  template <bool kTail>
-  __device__ __forceinline__ void softmax_tiles(const Args& args, int granule) {
-    if (L::kFull && warp() == 0) {
-      softmax<kTail, 2>(args, granule, false);
-    } else if (warp() < kTiles) {
-      softmax<kTail, 1>(args, granule, L::kOdd && !L::kFull && warp() == kTiles - 1);
+  // A tile for each warp of a half; the odd tile, of the second half, for the warp that is left or
+  // with another.
+  template <int kHalf, bool kTail>
+  __device__ __forceinline__ void softmax_half(const Args& args, int granule) {
+    const int j = warp() & 3, tile = kHalf * L::kPairs + j;
+    constexpr bool kWithOdd = L::kOdd && kHalf == 1;
+    if (L::kFull && kWithOdd && j == 0) {
+      softmax<kTail, 2>(args, granule, tile, false);
+    } else if (j < L::kPairs) {
+      softmax<kTail, 1>(args, granule, tile, false);
+    } else if (!L::kFull && kWithOdd && j == L::kPairs) {
+      softmax<kTail, 1>(args, granule, tile, true);
     }
   }
 
-  __device__ __forceinline__ bool any_moved() const {
-    const uint2 tiles = *at<uint2>(L::kMoved);
-    bool moved = (tiles.x | (kTiles > 4 ? tiles.y : 0)) != 0;
-    if (kTiles > 8) moved |= at<uint8_t>(L::kMoved)[8] != 0;
-    return moved;
+  __device__ __forceinline__ bool any_moved(const uint8_t* moved) const {
+    const uint2 tiles = *reinterpret_cast<const uint2*>(moved);
+    bool any = (tiles.x | (kTiles > 4 ? tiles.y : 0)) != 0;
+    if (kTiles > 8) any |= moved[8] != 0;
+    return any;
   }
 
   // O of the tiles whose maxima moved to the new maxima.
-  __device__ __forceinline__ void rescale() {
+  __device__ __forceinline__ void rescale(const uint8_t* moved, const float2* scaling) {
     OVERSTORY_UNROLL
     for (int tile = 0; tile < kTiles; ++tile) {
-      if (at<uint8_t>(L::kMoved)[tile] == 0) continue;
-      const float2 factor = at<float2>(L::kScaling)[tile * 4 + (lane() & 3)];
+      if (moved[tile] == 0) continue;
+      const float2 factor = scaling[tile * 4 + (lane() & 3)];
       OVERSTORY_UNROLL
       for (int block = 0; block < 4; ++block) {
         o[tile][block][0] *= factor.x, o[tile][block][1] *= factor.y;
@@ -379,15 +397,17 @@ struct Block {
     }
   }
 
-  __device__ __forceinline__ void multiply_values(const char* keys) {
-    if (any_moved()) rescale();
+  __device__ __forceinline__ void multiply_values(const char* keys, int granule) {
+    const int parity = granule & 1;
+    const uint8_t* moved = at<uint8_t>(L::kMoved) + parity * 16;
+    if (any_moved(moved)) rescale(moved, at<float2>(L::kScaling) + parity * kTiles * 4);
     const int matrix = lane() >> 3;
     const char* from = keys + ((lane() & 7) + (matrix >> 1) * 8) * kRowBytes +
                        (matrix & 1) * 16 + warp() * 128;
     uint32_t v[4][4];
     OVERSTORY_UNROLL
     for (int block = 0; block < 4; ++block) ptx::ldmatrix_x4_trans(v[block], from + block * 32);
-    const char* weights = at<char>(L::kWeights);
+    const char* weights = at<char>(L::kWeights + parity * L::kWeightBytes);
     OVERSTORY_UNROLL
     for (int tile = 0; tile + 1 < kTiles; tile += 2) {
       uint32_t p[4];
@@ -409,7 +429,7 @@ struct Block {
     }
   }
 
-  __device__ __forceinline__ void begin(const Args& args) {
+  __device__ __forceinline__ void clear_outputs() {
     OVERSTORY_UNROLL
     for (int tile = 0; tile < kTiles; ++tile) {
       OVERSTORY_UNROLL
@@ -418,10 +438,13 @@ struct Block {
         for (int e = 0; e < 4; ++e) o[tile][block][e] = 0.0f;
       }
     }
+  }
+
+  __device__ __forceinline__ void begin(const Args& args) {
     const float high[2] = {kMinusInfinity, kMinusInfinity}, sum[2] = {0.0f, 0.0f};
-    store_state(warp(), high, sum);
-    if (L::kFull && warp() == 0) store_state(kWarps, high, sum);
-    if (thread() < 16) at<uint8_t>(L::kMoved)[thread()] = 0;
+    store_state(own_tile(), high, sum);
+    if (L::kFull && warp() == 4) store_state(kTiles - 1, high, sum);
+    if (thread() < 32) at<uint8_t>(L::kMoved)[thread()] = 0;
     load_queries(args);
   }
 
@@ -435,28 +458,44 @@ struct Block {
     ptx::cp_async_commit();
   }
 
-  // One granule: its scores, the values of the one before, its weights. `now`: its stage.
+  // A granule in two phases of equal length, in which one half of the warps waits on its softmax
+  // while the other keeps the tensor cores busy:
+  //             first half of the warps          second half
+  //   phase 1   weights of its tiles             scores of its tiles
+  //             values of the granule before     values of the granule before
+  //   phase 2   scores of its tiles, one on      weights of its tiles
+  // `now`: the granule's stage.
   template <bool kTail>
-  __device__ __forceinline__ void step(const Args& args, int granule, int& now,
-                                       int& where) {
-    if (kTail) {
-      isolate_broken_keys(piece(), granule, stage(now), thread(), at<uint8_t>(L::kBroken));
-      ptx::sync_block();
+  __device__ __forceinline__ void step(const Args& args, int granule, int& now, int& where) {
+    if (half() == 0) {
+      if (L::kOdd) multiply_scores<0, false, L::kOdd>(stage(now));
+      softmax_half<0, kTail>(args, granule);
+    } else {
+      multiply_scores<1, true, L::kOdd>(stage(now));
     }
-    multiply_scores(stage(now));
     const int before = now == 0 ? kStages - 1 : now - 1;
-    // Between the products there is time for the loads; with three stages there is none to free a
-    // stage so late, and they go where the granule before has just been read.
-    if (L::kAhead == kStages - 2) {
-      load_ahead(args, granule + L::kAhead, now < 2 ? now + kStages - 2 : now - 2, where);
+    if (granule > piece().begin) multiply_values(stage(before), granule - 1);
+    ptx::cp_async_wait<kStages - 3>();
+    ptx::sync_block();  // the next granule is there; the stage before is free
+    const int after = now + 1 == kStages ? 0 : now + 1;
+    const bool more = granule + 1 < piece().end;
+    if (more) isolate(granule + 1, after);
+    load_ahead(args, granule + kStages - 1, before, where);
+    if (half() == 0) {
+      if (more) multiply_scores<0, true, false>(stage(after));
+    } else {
+      softmax_half<1, kTail>(args, granule);
     }
-    if (granule > piece().begin) multiply_values(stage(before));
-    ptx::sync_block();  // scores are there; the weights and the stage before are free
-    if (L::kAhead == kStages - 1) load_ahead(args, granule + L::kAhead, before, where);
-    softmax_tiles<kTail>(args, granule);
-    ptx::cp_async_wait<L::kAhead - 1>();
-    ptx::sync_block();  // weights and the next granule are there; the scores are free
-    now = now + 1 == kStages ? 0 : now + 1;
+    ptx::sync_block();
+    now = after;
+  }
+
+  // Before anybody reads a granule of the tail, a barrier on its own.
+  __device__ __forceinline__ void isolate(int granule, int at_stage) {
+    if (granule < piece().prefix / kGranule) return;
+    isolate_broken_keys(piece(), granule, stage(at_stage), thread(),
+                        at<uint8_t>(L::kBroken) + granule % 2 * 16);
+    ptx::sync_block();
   }
 
   // The piece in shared memory.
@@ -465,16 +504,20 @@ struct Block {
     int where = locate_key(args, piece(), granule * kGranule + (thread() >> 4));
     begin(args);
     OVERSTORY_UNROLL
-    for (int i = 0; i < L::kAhead; ++i) load_ahead(args, granule + i, i, where);
+    for (int i = 0; i < kStages - 1; ++i) load_ahead(args, granule + i, i, where);
     if (piece().end * kGranule > piece().prefix) {
-      load_visible<kTiles>(args, piece(), at<uint64_t>(L::kVisible));
+      load_visible<kTiles>(args, piece(), thread(), at<uint64_t>(L::kVisible));
     }
-    ptx::cp_async_wait<L::kAhead - 1>();
+    ptx::cp_async_wait<kStages - 2>();
     ptx::sync_block();
+    isolate(granule, 0);
+    if (half() == 0) multiply_scores<0, true, false>(stage(0));
+    ptx::sync_block();
+    clear_outputs();
     int now = 0;
     for (; granule < piece().plain_end; ++granule) step<false>(args, granule, now, where);
     for (; granule < piece().end; ++granule) step<true>(args, granule, now, where);
-    multiply_values(stage(now == 0 ? kStages - 1 : now - 1));
+    multiply_values(stage(now == 0 ? kStages - 1 : now - 1), granule - 1);
     ptx::cp_async_wait<0>();
     finish(args);
   }
@@ -551,8 +594,8 @@ struct Block {
 
   __device__ __forceinline__ void finish(const Args& args) {
     ptx::sync_block();  // nobody needs the scaling of the last granule any more
-    if (warp() < kTiles) finish_tile(args, warp());
-    if (L::kFull && warp() == 0) finish_tile(args, kWarps);
+    if (has_tile()) finish_tile(args, own_tile());
+    if (L::kFull && warp() == 4) finish_tile(args, kTiles - 1);
     if (piece().whole == 0) return write_partial(args);
     ptx::sync_block();
     write_rows(args);
@@ -585,6 +628,7 @@ __device__ __forceinline__ void make_piece(const Args& args, int tiles, int unit
     piece.slot = slot_of(ptx::block(), first == 0);
     piece.next_unit = unit + last - first;
     piece.end_unit = end;
+    piece.wide_out_cache_loc = args.wide_out_cache_loc ? 1 : 0;
   }
   ptx::sync_block();
 }

@@ -15,24 +15,25 @@ constexpr int kFragmentBytes = 32 * 16;  // a 16 x 8 float tile as the lanes of 
 // half of the warps and 4 in the second.
 constexpr int kStepsQK = 9;
 constexpr int kStepsOdd = 5;
-constexpr int kStepsSpared = 3;  // last steps of the last pair of tiles, see kFull
+constexpr int kStepsSpared = 2;  // last steps of the last pair of tiles, see kFull
 
 template <int kTiles, int kStages>
 struct Layout {
   static constexpr int kPairs = kTiles / 2;  // tiles whose scores each half of the warps computes
   static constexpr bool kOdd = kTiles % 2 != 0;  // one more, for which the halves share the columns
   static constexpr int kRows = 8 * kTiles;
-  static constexpr int kAhead = kStages > 3 ? kStages - 2 : kStages - 1;  // granules, of loads
+  static constexpr int kWeightBytes = kTiles * kGranule * 8 * 2;
 
   // A tile's scores are the sum of the parts of four warps, eight for the odd tile.
   static constexpr int kScores = kStages * kStageBytes;
   static constexpr int kScoreBytes = (2 * kPairs * 4 + (kOdd ? 8 : 0)) * kFragmentBytes;
+  // Twice, for granules of even and odd number:
   static constexpr int kWeights = kScores + kScoreBytes;  // bf16 [tile][key][row]
-  static constexpr int kScaling = kWeights + kTiles * kGranule * 8 * 2;  // float [row]
-  static constexpr int kVisible = kScaling + kRows * 4;   // uint64 [token of the row tile]
-  static constexpr int kMoved = kVisible + (kRows / 2 + 2) / 2 * 2 * 8;  // uint8 [16], by tile
-  static constexpr int kBroken = kMoved + 16;             // uint8 [key]
-  static constexpr int kPiece = kBroken + 16;             // Piece
+  static constexpr int kScaling = kWeights + 2 * kWeightBytes;  // float [row]
+  static constexpr int kMoved = kScaling + 2 * kRows * 4;  // uint8 [16], by tile
+  static constexpr int kBroken = kMoved + 2 * 16;          // uint8 [16], by key
+  static constexpr int kVisible = kBroken + 2 * 16;        // uint64 [token of the row tile]
+  static constexpr int kPiece = kVisible + (kRows / 2 + 2) / 2 * 2 * 8;  // Piece
   // With nine tiles registers do not suffice: a thread keeps these here, for itself.
   static constexpr bool kFull = kTiles > kWarps;
   static constexpr int kStates = kPiece + 64;             // float4 [tile][lane]
