@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 
 from overstory.kernels import ops
 from overstory.kernels.ops import Schedule
@@ -10,11 +10,16 @@ from overstory.kernels.ops import Schedule
 from .inputs import AttentionInputs
 from .timing import Launch
 
+_workspace = lru_cache(maxsize=1)(ops.attention_workspace)
+
 
 def ours(inputs: AttentionInputs, schedule: Schedule | None = None) -> Launch:
-    """One call as an engine makes it under capture: result and workspace allocated before."""
+    """One call as an engine makes it under capture: result and workspace allocated before.
+
+    All sets share the workspace, as the layers of a model do.
+    """
     case = inputs.case
-    workspace = ops.attention_workspace(inputs.q.device, case.heads, case.q, schedule)
+    workspace = _workspace(inputs.q.device, case.heads, case.q, schedule)
     options = {"out": inputs.out, "workspace": workspace, "schedule": schedule}
     if not case.tail:
         arguments = (inputs.q, inputs.kv, inputs.kv_indptr, inputs.kv_indices)

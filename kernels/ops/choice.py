@@ -43,7 +43,7 @@ def library_for(launcher: str, device: torch.device) -> KernelLibrary | None:
             f"{VARIABLE}={choice}, but the tensors are on {device}; "
             f"take {VARIABLE}=auto or move them"
         )
-    return cuda_library(device) if is_cuda else _simulator(launcher)
+    return _cuda(device) if is_cuda else _simulator(launcher)
 
 
 def launch(library: KernelLibrary, launcher: str, device: torch.device, **arguments: Any) -> None:
@@ -57,6 +57,12 @@ def launch(library: KernelLibrary, launcher: str, device: torch.device, **argume
         return
     with torch.cuda.device(device):
         library.launch(launcher, **arguments)
+
+
+@functools.cache
+def _cuda(device: torch.device) -> KernelLibrary:
+    """Asked for at every launch: what the device is need be found out once."""
+    return cuda_library(device)
 
 
 @functools.cache
