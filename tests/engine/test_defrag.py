@@ -47,6 +47,7 @@ def mixed(length: int, seed: int) -> tuple[list[list[int]], list[dict[str, Any]]
     params: list[dict[str, Any]] = [GREEDY | {"max_new_tokens": length} for _ in range(3)]
     for i, one in enumerate(SAMPLED[:2]):
         params.append(one | {"sampling_seed": 60 + i, "ignore_eos": True, "max_new_tokens": length})
+    params[0] = params[0] | {"frequency_penalty": 0.3, "min_new_tokens": 4}
     return prompts, params
 
 

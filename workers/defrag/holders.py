@@ -91,8 +91,13 @@ _LOOKED_THROUGH = (
     "overstory.workers.",
 )
 
-_TOKENS_ONLY = ("sglang.srt.sampling.", "overstory.workers.ddtree.sampling_info")
-"""Modules whose integers are tokens, seeds and counts."""
+_TOKENS_ONLY = (
+    "sglang.srt.sampling.",
+    "overstory.workers.ddtree.grammar",
+    "overstory.workers.ddtree.rules",
+    "overstory.workers.ddtree.sampling_info",
+)
+"""Modules whose integers are tokens, seeds, masks and counts."""
 
 
 @dataclass(frozen=True, eq=False)
