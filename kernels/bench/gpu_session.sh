@@ -28,6 +28,8 @@ links=$(mktemp -d)
 trap 'rm -rf "$links"' EXIT
 mkdir "$links/overstory"
 ln -s "$root/kernels" "$links/overstory/kernels"
+# nvcc, ncu and compute-sanitizer where the toolkit is installed but not on the PATH.
+export PATH=$PATH:/usr/local/cuda/bin:/usr/local/cuda/compute-sanitizer
 export PYTHONPATH=$links${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OVERSTORY_KERNELS=cuda
 export OVERSTORY_COMMIT=${OVERSTORY_COMMIT:-$(git -C "$root" rev-parse --short HEAD 2>/dev/null || echo unknown)}
 cd "$links" || exit 1 # not the checkout: `kernels` there would hide another package

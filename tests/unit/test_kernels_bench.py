@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from overstory.kernels.bench import inputs, measure, plot
+from overstory.kernels.bench.__main__ import main
 from overstory.kernels.bench.baselines.foreign_sglang import ForeignSglang
 from overstory.kernels.bench.cases import GOALS, MAX_SLOTS, AttentionCase, every_case
 from overstory.kernels.bench.ceilings import Ceilings
@@ -195,3 +196,10 @@ def test_an_output_that_nobody_wrote_is_wrong(on_cpu: None) -> None:
     drawn.out.fill_(torch.nan)
     with pytest.raises(ArithmeticError):
         check_output(drawn)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--quick", "--out", str(tmp_path / "results")]) == 2
+    assert "torch sees no GPU" in capsys.readouterr().err
+    assert not (tmp_path / "results").exists()
