@@ -66,7 +66,8 @@ __device__ inline std::uint32_t logit_up_to(std::uint32_t high) {
   return (high & low) == low ? high : (high & ~low) - 1;
 }
 
-/// Sum over the threads before this one; `total` over all. Every thread of the block.
+/// Sum over the threads before this one; `total` over all. Every thread of the block, with a
+/// barrier between one call and the next.
 __device__ inline Tally scan_block(Tally mine, Tally* warps, Tally& total) {
   Tally through = mine;
 #pragma unroll
@@ -78,7 +79,6 @@ __device__ inline Tally scan_block(Tally mine, Tally* warps, Tally& total) {
       through.count += count;
     }
   }
-  ptx::sync_block();  // `warps` may still be read from the call before
   if (ptx::lane() == 31) warps[ptx::warp()] = through;
   ptx::sync_block();
   Tally before{through.mass - mine.mass, through.count - mine.count};

@@ -141,6 +141,9 @@ ROWS = {
     "masked by the lowest number": lambda n: torch.full((n,), torch.finfo(torch.float32).min),
     "two ties": lambda n: (torch.arange(n) % 2).float(),
     "zeros of both signs": lambda n: torch.where(torch.arange(n) % 2 == 0, -0.0, 0.0),
+    "neighbours, ascending": lambda n: (1 << 29) + torch.arange(n, dtype=torch.int32),
+    "neighbours, descending": lambda n: (1 << 29) - torch.arange(n, dtype=torch.int32),
+    "the smallest there are": lambda n: torch.arange(n, dtype=torch.int32) // 2,
     "huge": lambda n: torch.linspace(-1, 1, n) * 3e38,
 }
 
@@ -148,7 +151,8 @@ ROWS = {
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("splits", [1, 4])
 def test_rows_that_are_hard_to_filter(simulated: Simulated, name: str, splits: int) -> None:
-    logits = ROWS[name](5000).repeat(2, 1)
+    row = ROWS[name](5000)
+    logits = (row.view(torch.float32) if row.dtype == torch.int32 else row).repeat(2, 1)
     for k in (1, 11, 16):
         got, status = simulated.topk(logits, k, splits=splits)
         same(got, candidates_topk(logits, k))

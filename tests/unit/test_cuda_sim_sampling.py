@@ -194,6 +194,66 @@ def test_any_small_vocabulary(simulated: Simulated, data: st.DataObject) -> None
     check_draws(simulated.good(rows), rows)
 
 
+def position_of(extreme: str) -> int:
+    """Where the noise of seed 7 is lowest or highest, below or above by a millionth."""
+    positions = torch.arange(1 << 20)
+    u = uniforms(torch.full_like(positions, 7), positions)
+    at = int(u.argmin() if extreme == "lowest" else u.argmax())
+    assert float(u[at]) < 1e-5 or float(u[at]) > 1 - 1e-5
+    return at
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {"top_k": 7},
+        {"top_k": 900},
+        {"top_p": 0.5},
+        {"top_p": 0.9},
+        {"min_p": 0.03},
+        {"temperature": 0.7, "top_k": 300, "top_p": 0.97},
+    ],
+)
+@pytest.mark.parametrize("dtype", LOGIT_TYPES)
+def test_the_last_token_that_is_kept(
+    simulated: Simulated, filters: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Extreme noise over sorted logits draws the least likely token of the support itself."""
+    logits = normal(4, 4096, dtype).sort(dim=1, descending=True).values
+    logits = torch.cat((logits, logits.flip(1)))
+    positions = torch.tensor([position_of("highest"), position_of("lowest")])
+    rows = Rows(logits, **filters, seeds=7, positions=positions.repeat_interleave(4))
+    got, want = simulated.good(rows), rows.reference()
+    within = 1 if "top_p" in filters else 0
+    assert int((got - want).abs().max()) <= within
+    assert int((got == want).sum()) >= 7
+
+
+def test_the_best_of_every_segment(simulated: Simulated) -> None:
+    """top-k in as many segments: none of them is below the bound that the maxima give."""
+    logits = torch.full((64, 4096), -3.0)
+    logits[:, [5, 1030, 2500, 4000]] = torch.tensor([2.0, 1.8, 1.9, 1.7])
+    for top_k in (2, 3, 4):
+        rows = Rows(logits, top_k=top_k)
+        tokens = simulated.good(rows)
+        check_draws(tokens, rows)
+        assert len(tokens.unique()) == top_k
+
+
+def test_min_p_cuts_where_it_says(simulated: Simulated) -> None:
+    """Weights of 0.4995 and 0.5005: the bound from logarithms is too coarse to tell them apart."""
+    logits = torch.tensor([[0.0, -0.69415, -0.69215]]).repeat(64, 1)
+    tokens = simulated.good(Rows(logits, min_p=0.5))
+    assert tokens.unique().tolist() == [0, 2]
+
+
+def test_a_low_temperature_divides_as_the_reference_does(simulated: Simulated) -> None:
+    """The last bit of logit / temperature changes these probabilities by percents."""
+    logits = 8.0 + normal(512, 3, torch.float32, scale=1e-5)
+    rows = Rows(logits, 1.1e-5)
+    check_draws(simulated.good(rows), rows)
+
+
 EQUALS = {
     "top-k through ties": {"top_k": 700},
     "top-p through ties": {"top_p": 0.3},
