@@ -14,8 +14,8 @@ from .implementations import Implementation
 from .measure import Job, attention_jobs
 from .ours import ours
 
-CHUNKS = (1, 2, 4, 8, 16, 32)
-"""Smallest shares of a block, in granules of 16 keys."""
+CHUNKS = (0, 1, 2, 4, 8, 16, 32)
+"""Smallest shares of a block, in granules of 16 keys; 0: what the kernel makes of the lengths."""
 BLOCKS_PER_SM = (1, 2)
 _QUICK = {("verify_attention", 1, 9), ("verify_attention", 4, 9), ("decode_attention", 1, 1)}
 """(op, bs, q) of the quick sweep: where the share matters most."""
@@ -33,7 +33,7 @@ def sweep_jobs(cases: Sequence[AttentionCase], quick: bool) -> list[Job]:
     schedules = [
         Schedule(per_sm * count, chunk)
         for per_sm in BLOCKS_PER_SM[: 1 if quick else None]
-        for chunk in CHUNKS[: 5 if quick else None]
+        for chunk in CHUNKS[: 6 if quick else None]
     ]
     variants = [
         Implementation(

@@ -23,27 +23,28 @@ class Schedule:
     blocks: int
     """Of the attention kernel, for all requests together."""
     min_chunk: int
-    """Granules of 16 keys that a block takes at least."""
+    """Granules of 16 keys that a block takes at least; 0: the kernel weighs the time of a share
+    against that of putting the parts together, for the lengths at hand."""
 
 
 @functools.cache
 def default_schedule(
     library: KernelLibrary, device: torch.device, heads: int, max_q: int
 ) -> Schedule:
-    """As many blocks as the device runs at a time, 64 keys at least for each.
+    """As many blocks as the device runs at a time, the share up to the kernel.
 
     Raises:
         NoDeviceError: the device cannot hold one block of the kernel.
     """
     if device.type != "cuda":
-        return Schedule(_SIMULATED_BLOCKS, 1)
+        return Schedule(_SIMULATED_BLOCKS, 0)
     with torch.cuda.device(device):
         per_sm = library.query("attention_blocks_per_sm", heads=heads, max_q=max_q)
     if per_sm < 1:
         name = torch.cuda.get_device_name(device)
         raise NoDeviceError(f"{name} cannot hold a block of the attention kernel")
     count = torch.cuda.get_device_properties(device).multi_processor_count
-    return Schedule(per_sm * count, 4)
+    return Schedule(per_sm * count, 0)
 
 
 def workspace_bytes(library: KernelLibrary, heads: int, max_q: int, schedule: Schedule) -> int:
