@@ -107,7 +107,6 @@ def cpu_engine_defaults() -> dict[str, object]:
         "device": "cpu",
         "attention_backend": "torch_native",
         "sampling_backend": "pytorch",
-        "grammar_backend": "none",
         "disable_cuda_graph": True,
         # bfloat16 is emulated without AVX512: about 5 times slower than float32.
         "dtype": "float32",

@@ -24,10 +24,12 @@ Engine = Callable[..., "EngineHarness"]
 
 
 def _requests(length: int) -> tuple[list[list[int]], list[dict[str, Any]]]:
-    prompts = random_prompts([11, 45, 70, 23, 30], seed=51)
+    prompts = random_prompts([11, 45, 70, 23, 30, 16, 9], seed=51)
     params: list[dict[str, Any]] = [GREEDY | {"max_new_tokens": length} for _ in range(3)]
     for i, one in enumerate(SAMPLED[:2]):
         params.append(one | {"sampling_seed": 40 + i, "ignore_eos": True, "max_new_tokens": length})
+    params.append(params[-1] | {"frequency_penalty": 0.8, "repetition_penalty": 1.2})
+    params.append(params[0] | {"regex": r"([a-c]{2}[0-9] )*"})
     return prompts, params
 
 

@@ -39,6 +39,7 @@ def _request(**changes: Any) -> Any:
         "return_hidden_states": False,
         "custom_logit_processor": None,
         "input_embeds": None,
+        "require_reasoning": False,
         "origin_input_ids": [7, 8, 9],
         "output_ids": [],
         "eos_token_ids": {1},
@@ -65,10 +66,6 @@ def test_a_plain_request_is_served() -> None:
         {"custom_params": {EARLIER_OUTPUT: -1}},
         {"custom_params": {EARLIER_OUTPUT: "2"}},
         {"custom_params": {EARLIER_OUTPUT: True}},
-        {"json_schema": "{}"},
-        {"regex": "a"},
-        {"ebnf": "root ::= 1"},
-        {"structural_tag": "{}"},
         {"return_hidden_states": True},
         {"custom_logit_processor": "x"},
         {"input_embeds": [[0.0]]},
@@ -81,6 +78,16 @@ def test_what_a_tree_cannot_do_is_refused_by_name(asked: dict[str, Any]) -> None
     message = refusal(_request(**asked))
     assert message is not None
     assert next(iter(asked)) in message
+
+
+@pytest.mark.parametrize("name", ["json_schema", "regex", "ebnf", "structural_tag"])
+def test_grammars_need_the_backend_that_was_tested(name: str) -> None:
+    asked = _request(**{name: "x"})
+    assert refusal(asked, "xgrammar") is None
+    for backend in ("outlines", "none"):
+        assert f"{name} with DDTREE" in str(refusal(asked, backend))
+        assert refusal(_request(), backend) is None
+    assert "reasoning" in str(refusal(_request(**{name: "x", "require_reasoning": True})))
 
 
 def test_rules_of_a_request_that_asks_for_none() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from overstory.workers.ddtree import ALGORITHM, EARLIER_OUTPUT
+from overstory.workers.ddtree.grammar import BACKEND, constrained
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -17,11 +18,14 @@ if TYPE_CHECKING:
 _MAX_BIAS = 1e6
 """Beyond any use, and far from the infinities that no sampler can draw from."""
 
-_CONSTRAINTS = ("json_schema", "regex", "ebnf", "structural_tag")
 
+def refusal(req: Req, grammar_backend: str = BACKEND) -> str | None:
+    """Why DDTREE cannot serve this request exactly, or None if it can.
 
-def refusal(req: Req) -> str | None:
-    """Why DDTREE cannot serve this request exactly, or None if it can."""
+    Args:
+        req: SGLang's request.
+        grammar_backend: the engine's.
+    """
     params = req.sampling_params
     for token, bias in (params.logit_bias or {}).items():
         if not abs(bias) <= _MAX_BIAS:
@@ -32,12 +36,14 @@ def refusal(req: Req) -> str | None:
             f"custom_params.{EARLIER_OUTPUT} is {earlier!r}; it must be a number of prompt tokens, "
             f"here 0 to {len(req.origin_input_ids)}"
         )
-    for name in _CONSTRAINTS:
-        if getattr(params, name, None) is not None:
-            return (
-                f"{name} is not supported with {ALGORITHM} yet: "
-                "each node of a draft tree would need a grammar state of its own"
-            )
+    if constrained(req) and grammar_backend != BACKEND:
+        return (
+            f"{constrained(req)} with {ALGORITHM} needs the engine's grammar_backend to be "
+            f"{BACKEND}, got {grammar_backend}: each node of a draft tree has a grammar state of "
+            "its own, which must be taken back"
+        )
+    if constrained(req) and req.require_reasoning:
+        return f"grammars gated by a reasoning parser are not supported with {ALGORITHM}"
     if req.return_hidden_states:
         return f"return_hidden_states is not supported with {ALGORITHM}"
     if req.custom_logit_processor is not None:
@@ -53,6 +59,7 @@ def check_request(
     """AROUND hook on SGLang's ``validate_dflash_request``: error text for the client, or None."""
     from sglang.srt.runtime_context import get_server_args
 
-    if get_server_args().speculative_algorithm != ALGORITHM:
+    arguments = get_server_args()
+    if arguments.speculative_algorithm != ALGORITHM:
         return original(req, enable_overlap)
-    return refusal(req)
+    return refusal(req, str(arguments.grammar_backend))

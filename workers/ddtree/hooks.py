@@ -5,6 +5,7 @@ from __future__ import annotations
 from overstory.workers.ddtree import algorithm
 from overstory.workers.ddtree.admission import check_request
 from overstory.workers.ddtree.finish import finish_within_limit
+from overstory.workers.ddtree.grammar import with_backend
 from overstory.workers.ddtree.headroom import widen_rows
 from overstory.workers.ddtree.sampler import (
     allow_min_tokens,
@@ -55,6 +56,12 @@ def patches() -> list[Patch]:
             "around",
             allow_min_tokens,
             "min_new_tokens would need a tokenizer in the engine",
+        ),
+        hook(
+            "sglang.srt.constrained.grammar_manager.GrammarManager.process_req_with_grammar",
+            "around",
+            with_backend,
+            "engines without a tokenizer have no grammars",
         ),
         hook(
             "sglang.srt.speculative.dflash_utils.validate_dflash_request",

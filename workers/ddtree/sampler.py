@@ -16,6 +16,7 @@ import torch
 
 from overstory.kernels.reference import Tree, chain_tree, sample_nodes
 from overstory.workers.ddtree import ALGORITHM
+from overstory.workers.ddtree.grammar import catch_up
 from overstory.workers.ddtree.rules import adjust
 
 if TYPE_CHECKING:
@@ -111,6 +112,8 @@ def keep_requests(result: Any, cls: type, batch: ScheduleBatch, vocab_size: int)
         return result
     from overstory.workers.ddtree.sampling_info import RuledSamplingInfo
 
+    for req in batch.reqs:
+        catch_up(req)
     seeds = seeds_of(batch, arguments.random_seed)
     result.sampling_seed = seeds.to(batch.device, non_blocking=True)
     return RuledSamplingInfo.around(result, batch.reqs)

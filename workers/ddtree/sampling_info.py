@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
+from overstory.workers.ddtree.grammar import apply_mask
 from overstory.workers.ddtree.rules import RequestRules
 
 
@@ -29,7 +30,7 @@ class RuledSamplingInfo(SamplingBatchInfo):
     def apply_logits_bias(self, logits: torch.Tensor) -> None:
         """Called by SGLang before its sampler; only the grammar's mask is left to do there."""
         if self.grammar_mask is not None:
-            self.grammar_mask.apply(logits)
+            apply_mask(self.grammar_mask, logits)
 
     def adjusted_filter_batch(
         self, keep_indices: list[int], keep_indices_device: torch.Tensor

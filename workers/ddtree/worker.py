@@ -21,6 +21,7 @@ from overstory.workers.ddtree.draft import Drafter, root_tree
 from overstory.workers.ddtree.draft_input import DDTreeDraftInput
 from overstory.workers.ddtree.drafter_config import read_drafter
 from overstory.workers.ddtree.drafter_kv import StackedDrafterKv
+from overstory.workers.ddtree.grammar import mask_nodes
 from overstory.workers.ddtree.limits import StepLimits
 from overstory.workers.ddtree.logprobs import put_path_logprobs
 from overstory.workers.ddtree.sampler import apply_rules, draw, note_output
@@ -192,6 +193,7 @@ class DDTreeWorker(DFlashWorkerV2):
     ) -> Accepted:
         """Walk of each tree by the target's own tokens, which rank 0 draws."""
         info, logits = batch.sampling_info, logits_output.next_token_logits
+        mask_nodes(batch, tree, logits)
         apply_rules(logits, info, tree, rows_at)
         targets = self._group.ints(
             lambda: draw(logits, info, rows_at, tree.rows), (logits.shape[0],), logits.device

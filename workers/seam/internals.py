@@ -140,6 +140,16 @@ KERNELS: tuple[Entry, ...] = (
         "req_pool_indices req_to_token start_offset end_offset batch_size draft_token_num device",
     ),
     Internal(
+        f"{_SRT}.constrained.xgrammar_backend._allocate_token_bitmask",
+        "replaced: pins memory",
+        "vocab_size batch_size",
+    ),
+    Internal(
+        f"{_SRT}.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
+        "replaced: refuses CPU tensors",
+        "logits vocab_mask",
+    ),
+    Internal(
         f"{_SRT}.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
         "replaced: calls a compiled op",
         "self",
@@ -424,6 +434,31 @@ DDTREE: tuple[Entry, ...] = (
         "a step's result",
         "logits_output next_token_ids accept_lens can_run_cuda_graph next_draft_input "
         "speculative_num_draft_tokens new_seq_lens",
+    ),
+    Internal(
+        f"{_SRT}.constrained.grammar_manager.GrammarManager.process_req_with_grammar",
+        "hooked: a grammar backend without the engine's tokenizer",
+        "req",
+    ),
+    Internal(
+        f"{_SRT}.constrained.base_grammar_backend.create_grammar_backend",
+        "the backend of such an engine",
+        "server_args tokenizer vocab_size eos_token_ids think_end_ids",
+    ),
+    Internal(
+        f"{_SPEC}.spec_utils.build_grammar_vocab_mask",
+        "masks every node in its own grammar state",
+        "reqs tree sampling_info device barrier",
+    ),
+    Internal(
+        f"{_SPEC}.spec_utils.GrammarTree.from_device",
+        "the tree's links, on the host",
+        "retrieve_next_token retrieve_next_sibling draft_token",
+    ),
+    Inline(
+        f"{_SRT}.managers.schedule_batch.ScheduleBatch.grammar_needs_sync",
+        "matchers stand at the root when a step starts",
+        "return self.has_grammar and not self.spec_algorithm.supports_grammar_overlap()",
     ),
     Internal(f"{_SRT}.layers.sampler.Sampler.forward", "hooked: seeds of first tokens"),
     Internal(

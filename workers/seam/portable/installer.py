@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _SPECULATIVE = "sglang.srt.arg_groups.speculative_hook"
 _DRAFT_WORKER = "sglang.srt.speculative.draft_worker_common"
+_XGRAMMAR = "sglang.srt.constrained.xgrammar_backend"
 BACKEND_NAME = "torch_native"
 
 
@@ -45,6 +46,19 @@ def _embeddings_in_model_dtype(kwargs: dict[str, Any], runner: Any, batch: Any, 
 
 def _all_gather_into_tensor(group: Any, output: torch.Tensor, input_: torch.Tensor) -> None:
     group._all_gather_into_tensor(output, input_)
+
+
+def _unpinned_bitmask(vocab_size: int, batch_size: int) -> torch.Tensor:
+    from xgrammar import allocate_token_bitmask
+
+    return allocate_token_bitmask(batch_size, vocab_size)
+
+
+def _apply_bitmask(grammar: Any, logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
+    from xgrammar import apply_token_bitmask_inplace
+
+    del grammar
+    apply_token_bitmask_inplace(logits, vocab_mask)
 
 
 def _own_cpus(original: Any, *, tp_rank: int, tp_size: int) -> Any:
@@ -128,6 +142,18 @@ def patches() -> list[Patch]:
             "replace",
             _no_kv_copy_warmup,
             "calls a compiled copy op at start-up; rows are moved by the pool's own torch path",
+        ),
+        hook(
+            f"{_XGRAMMAR}._allocate_token_bitmask",
+            "replace",
+            _unpinned_bitmask,
+            "pins memory, which takes a GPU's driver",
+        ),
+        hook(
+            f"{_XGRAMMAR}.XGrammarGrammar.apply_vocab_mask",
+            "replace",
+            _apply_bitmask,
+            "refuses CPU tensors; xgrammar itself does not",
         ),
         Patch(
             "torch.Tensor.record_stream",
