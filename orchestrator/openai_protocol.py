@@ -8,6 +8,7 @@ GB of imports.
 """
 
 import difflib
+import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -39,7 +40,6 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "best_of": (1,),
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -50,8 +50,6 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),
-    "regex": (),
-    "ebnf": (),
     "json_schema": (),
     "stop_regex": (),
     "no_stop_trim": (False,),
@@ -87,6 +85,53 @@ class StreamOptions(_Strict):
 
     include_obfuscation: bool = False
     """Accepted; no padding is sent."""
+
+
+Constraint = tuple[str, str]
+"""A kind of grammar by SGLang's name, and its text."""
+
+
+class JsonSchema(_Strict):
+    """A named JSON schema."""
+
+    name: str = Field(min_length=1, max_length=64)
+    """What the client calls it; of no effect."""
+
+    description: str | None = None
+    """Of no effect."""
+
+    schema_: dict[str, Any] = Field(alias="schema")
+    """The schema that the text must fit."""
+
+    strict: bool | None = None
+    """Accepted; the text always fits."""
+
+
+class ResponseFormat(_Strict):
+    """What the text must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    """Anything, a JSON object, or JSON that fits a schema."""
+
+    json_schema: JsonSchema | None = None
+    """With type json_schema only."""
+
+    @model_validator(mode="after")
+    def _schema_where_it_belongs(self) -> "ResponseFormat":
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise field_error(
+                "response_format",
+                "response_format has json_schema if and only if its type is json_schema",
+            )
+        return self
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """The schema, if there is anything to keep to."""
+        if self.type == "text":
+            return None
+        schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_
+        return "json_schema", json.dumps(schema)
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -127,6 +172,15 @@ class GenerationRequest(_Strict):
     min_tokens: int = Field(default=0, ge=0)
     """No end token, nor any of stop_token_ids, before that many new tokens; a stop string ends the
     text all the same."""
+
+    response_format: ResponseFormat | None = None
+    """JSON, of some schema or none."""
+
+    regex: str | None = Field(default=None, min_length=1)
+    """A regular expression that the whole text must match."""
+
+    ebnf: str | None = Field(default=None, min_length=1)
+    """A grammar in xgrammar's EBNF that the whole text must fit."""
 
     seed: int | None = None
     """The same seed and request give the same text. Unset: a random one."""
@@ -184,6 +238,36 @@ class GenerationRequest(_Strict):
         if self.stream_options is not None and not self.stream:
             raise field_error("stream_options", "stream_options is only allowed with stream: true")
         return self
+
+    @model_validator(mode="after")
+    def _check_constraints(self) -> "GenerationRequest":
+        asked = self._constraints()
+        if len(asked) > 1:
+            names = ", ".join(asked)
+            raise field_error(next(iter(asked)), f"only one of {names} may be given")
+        if asked and self.min_tokens:
+            raise field_error(
+                "min_tokens",
+                f"min_tokens is not supported with {next(iter(asked))}: where the text is "
+                "complete, only an end token is left",
+            )
+        return self
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the text must fit, if anything."""
+        return next(iter(self._constraints().values()), None)
+
+    def _constraints(self) -> dict[str, Constraint]:
+        asked: dict[str, Constraint] = {}
+        formatted = self.response_format and self.response_format.constraint
+        if formatted:
+            asked["response_format"] = formatted
+        if self.regex is not None:
+            asked["regex"] = ("regex", self.regex)
+        if self.ebnf is not None:
+            asked["ebnf"] = ("ebnf", self.ebnf)
+        return asked
 
     @property
     @abstractmethod

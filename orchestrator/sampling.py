@@ -25,7 +25,8 @@ class Sampling:
         tokens. ignore_eos: go on past the model's end tokens (for load tests). logit_bias: (token
         id, bias) to add to the logits. frequency_penalty, presence_penalty, repetition_penalty:
         against tokens of the output, 0, 0 and 1 for none. min_new_tokens: no end token before that
-        many. earlier_output: how many of the prompt's last tokens are output of this sequence.
+        many. constraint: ("json_schema", "regex" or "ebnf", its text), which the output must fit.
+        earlier_output: how many of the prompt's last tokens are output of this sequence.
     """
 
     seed: int
@@ -41,6 +42,7 @@ class Sampling:
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     min_new_tokens: int = 0
+    constraint: tuple[str, str] | None = None
     earlier_output: int = 0
 
     def engine_params(self) -> dict[str, object]:
@@ -63,6 +65,9 @@ class Sampling:
             params["stop_token_ids"] = list(self.stop_token_ids)
         if self.logit_bias:
             params["logit_bias"] = {str(token): bias for token, bias in self.logit_bias}
+        if self.constraint is not None:
+            kind, text = self.constraint
+            params[kind] = text
         if self.earlier_output:
             params["custom_params"] = {EARLIER_OUTPUT: self.earlier_output}
         return params

@@ -330,4 +330,5 @@ def _sampling(request: GenerationRequest, seed: int, max_new_tokens: int) -> Sam
         presence_penalty=request.presence_penalty,
         repetition_penalty=request.repetition_penalty,
         min_new_tokens=request.min_tokens,
+        constraint=request.constraint,
     )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import uuid
@@ -116,6 +117,30 @@ def test_rules_for_the_logits_reach_the_model(real: Endpoint) -> None:
         prompt=PROMPT, stop_token_ids=[a], logit_bias={str(a): 100}, min_tokens=5, **fields
     )
     assert later.json()["usage"]["completion_tokens"] == 6
+
+
+def test_the_text_fits_what_it_must(real: Endpoint) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"kind": {"enum": ["a", "bb"]}, "count": {"type": "integer", "maximum": 9}},
+        "required": ["kind", "count"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    answer = real.post(
+        "/v1/chat/completions",
+        messages=[{"role": "user", "content": PROMPT}],
+        response_format=wanted,
+        max_tokens=200,
+        temperature=0,
+    ).json()["choices"][0]
+    assert answer["finish_reason"] == "stop"
+    assert set(json.loads(answer["message"]["content"])) == {"kind", "count"}
+    texts = _texts(real, regex="(ab|cd)-[0-9]{2}", n=3, seed=2)
+    assert all(re.fullmatch("(ab|cd)-[0-9]{2}", text) for text in texts)
+    refused = real.post(prompt=PROMPT, regex="(")
+    assert refused.status_code == 400
+    assert "regex" in refused.json()["error"]["message"]
 
 
 def test_text_does_not_depend_on_what_else_runs(real: Endpoint) -> None:

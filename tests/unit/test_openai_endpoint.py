@@ -396,6 +396,20 @@ def test_rules_for_the_logits_reach_the_engine() -> None:
     play(story)
 
 
+def test_what_the_text_must_fit_reaches_the_engine() -> None:
+    async def story(world: World) -> None:
+        await world.chat(response_format={"type": "json_object"})
+        await world.complete(regex="a+")
+        await world.complete(ebnf="root ::= [a-z]")
+        params = [call.sampling.engine_params() for call in world.backend.calls]
+        assert params[0]["json_schema"] == '{"type": "object"}'
+        assert params[1]["regex"] == "a+"
+        assert params[2]["ebnf"] == "root ::= [a-z]"
+        assert not {"regex", "ebnf"} & set(params[0])
+
+    play(story)
+
+
 # ---------------------------------------------------------------- refusals
 
 

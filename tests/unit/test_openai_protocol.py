@@ -1,3 +1,4 @@
+import json
 from typing import Any
 
 import pytest
@@ -111,12 +112,11 @@ def test_a_model_must_be_named(model: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("field", "asking", "off"),
     [
-        ("response_format", {"type": "json_object"}, {"type": "text"}),
         ("tools", [{"type": "function"}], []),
         ("tool_choice", "required", "auto"),
         ("best_of", 2, 1),
         ("suffix", "x", ""),
-        ("regex", "a+", None),
+        ("json_schema", "{}", None),
         ("skip_special_tokens", False, True),
     ],
 )
@@ -166,6 +166,64 @@ def test_logprobs_of_chats(fields: dict[str, Any], param: str) -> None:
     assert chat(logprobs=True).alternatives == 0
     assert chat(top_logprobs=0).alternatives is None
     assert chat(logprobs=None, top_logprobs=None).alternatives is None
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "constraint"),
+    [
+        ({}, None),
+        ({"response_format": None, "regex": None}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, ("json_schema", '{"type": "object"}')),
+        ({"regex": "a+"}, ("regex", "a+")),
+        ({"ebnf": 'root ::= "x"', "response_format": {"type": "text"}}, ("ebnf", 'root ::= "x"')),
+    ],
+)
+def test_what_the_text_must_fit(fields: dict[str, Any], constraint: Any) -> None:
+    assert completion(**fields).constraint == constraint
+    assert chat(**fields).constraint == constraint
+
+
+def test_a_schema_is_handed_on_as_it_is() -> None:
+    wanted = {"name": "n", "schema": SCHEMA, "strict": True, "description": "d"}
+    kind, text = chat(
+        response_format={"type": "json_schema", "json_schema": wanted}
+    ).constraint or ("", "null")
+    assert (kind, json.loads(text)) == ("json_schema", SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        (
+            {"response_format": {"type": "text", "json_schema": {"name": "n", "schema": {}}}},
+            "response_format",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+            "response_format.json_schema.name",
+        ),
+        ({"regex": ""}, "regex"),
+        ({"regex": 3}, "regex"),
+        ({"regex": "a", "ebnf": "x"}, "regex"),
+        ({"regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"regex": "a", "min_tokens": 2}, "min_tokens"),
+    ],
+)
+def test_what_no_text_can_fit_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    for kind in (CompletionRequest, ChatCompletionRequest):
+        error = refusal(kind, **fields)
+        assert (error.status, error.param) == (400, param)
 
 
 def test_rules_at_their_limits_pass() -> None:
