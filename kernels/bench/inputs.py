@@ -56,14 +56,21 @@ def number_of_sets(case: AttentionCase, l2_bytes: int) -> int:
     return max(SETS[0], min(wanted, fitting, SETS[1]))
 
 
-def draw_inputs(case: AttentionCase, device: str = "cuda") -> list[AttentionInputs]:
-    """Sets for one case, each with slots of its own; the same at every call."""
+def draw_inputs(case: AttentionCase, device: str = "cuda", run: int = 1) -> list[AttentionInputs]:
+    """Sets for one case, each with slots of its own in runs of `run`; the same at every call."""
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
     count = number_of_sets(case, l2)
     kv = _cache_of(device)
     generator = torch.Generator(device).manual_seed(1)
-    slots = torch.randperm(MAX_SLOTS, device=device, generator=generator)
+    slots = slots_in_runs(MAX_SLOTS, run, generator)
     return [_one_set(case, kv, part, generator) for part in _parts(case, slots, count)]
+
+
+def slots_in_runs(slots: int, run: int, generator: torch.Generator) -> torch.Tensor:
+    """[at most `slots`] int64: stretches of `run` neighbours, in random order."""
+    device = generator.device
+    starts = torch.randperm(slots // run, device=device, generator=generator) * run
+    return (starts.unsqueeze(1) + torch.arange(run, device=device)).flatten()
 
 
 def _parts(case: AttentionCase, slots: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
