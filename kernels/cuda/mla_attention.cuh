@@ -130,9 +130,9 @@ struct Block {
   float4 state;                                // of the tile `warp`
 
   __device__ __forceinline__ static int thread() {
-    return L::kFull ? ptx::computed_here(ptx::thread()) : ptx::thread();
+    return L::kTight ? ptx::computed_here(ptx::thread()) : ptx::thread();
   }
-  __device__ __forceinline__ int warp() const { return L::kFull ? thread() >> 5 : own_warp; }
+  __device__ __forceinline__ int warp() const { return L::kTight ? thread() >> 5 : own_warp; }
   __device__ __forceinline__ static int lane() { return thread() & 31; }
 
   __device__ __forceinline__ char* stage(int i) const { return shared + i * kStageBytes; }
@@ -212,11 +212,11 @@ struct Block {
 
   // Maxima of the rows 2t and 2t + 1 of a tile, and what this lane has added of their sums.
   __device__ __forceinline__ float4 load_state(int tile) const {
-    return L::kFull ? at<float4>(L::kStates)[tile * 32 + lane()] : state;
+    return L::kTight ? at<float4>(L::kStates)[tile * 32 + lane()] : state;
   }
   __device__ __forceinline__ void store_state(int tile, const float (&m)[2], const float (&l)[2]) {
     state = make_float4(m[0], m[1], l[0], l[1]);
-    if (L::kFull) at<float4>(L::kStates)[tile * 32 + lane()] = state;
+    if (L::kTight) at<float4>(L::kStates)[tile * 32 + lane()] = state;
   }
 
   // This warp's part of the scores of its half's tiles (kPaired) and of the odd tile (kOdd), to
@@ -233,17 +233,19 @@ struct Block {
       for (int e = 0; e < 4; ++e) s[j][e] = 0.0f;
     }
     const char* from = keys + (lane() & 15) * kRowBytes + (lane() >> 4) * 16 + (warp() & 3) * 288;
+    uint32_t a[2][4];
+    ptx::ldmatrix_x4(a[kBegin % 2], from + kBegin * 32);
     OVERSTORY_UNROLL
     for (int step = kBegin; step < kEnd; ++step) {
-      uint32_t a[4];
-      ptx::ldmatrix_x4(a, from + step * 32);
+      // The next keys are on their way while these are multiplied: no other warp hides the wait.
+      if (step + 1 < kEnd) ptx::ldmatrix_x4(a[(step + 1) % 2], from + (step + 1) * 32);
       if (kPaired) {
         OVERSTORY_UNROLL
-        for (int j = 0; j < L::kPairs; ++j) multiply_keys(s[j], a, step, j);
+        for (int j = 0; j < L::kPairs; ++j) multiply_keys(s[j], a[step % 2], step, j);
       }
       const int odd_step = step - kHalf * kStepsOdd;
       if (kOdd && odd_step >= 0 && odd_step < kStepsOdd) {
-        multiply_keys(s[L::kPairs], a, odd_step, L::kPairs);
+        multiply_keys(s[L::kPairs], a[step % 2], odd_step, L::kPairs);
       }
     }
     float4* to = at<float4>(L::kScores) + lane();
@@ -468,10 +470,12 @@ struct Block {
   template <bool kTail>
   __device__ __forceinline__ void step(const Args& args, int granule, int& now, int& where) {
     if (half() == 0) {
-      if (L::kOdd) multiply_scores<0, false, L::kOdd>(stage(now));
+      if (L::kOdd) multiply_scores<0, false, true>(stage(now));
       softmax_half<0, kTail>(args, granule);
     } else {
-      multiply_scores<1, true, L::kOdd>(stage(now));
+      // Nine tiles' scores at a time would be some registers too many.
+      multiply_scores<1, true, L::kOdd && !L::kFull>(stage(now));
+      if (L::kFull) multiply_scores<1, false, true>(stage(now));
     }
     const int before = now == 0 ? kStages - 1 : now - 1;
     if (granule > piece().begin) multiply_values(stage(before), granule - 1);

@@ -34,10 +34,10 @@ struct Layout {
   static constexpr int kBroken = kMoved + 2 * 16;          // uint8 [16], by key
   static constexpr int kVisible = kBroken + 2 * 16;        // uint64 [token of the row tile]
   static constexpr int kPiece = kVisible + (kRows / 2 + 2) / 2 * 2 * 8;  // Piece
-  // With nine tiles registers do not suffice: a thread keeps these here, for itself.
-  static constexpr bool kFull = kTiles > kWarps;
+  // With eight or nine tiles registers do not suffice: a thread keeps these here, for itself.
+  static constexpr bool kTight = kTiles >= kWarps, kFull = kTiles > kWarps;
   static constexpr int kStates = kPiece + 64;             // float4 [tile][lane]
-  static constexpr int kQueries = kStates + (kFull ? kTiles * kFragmentBytes : 0);
+  static constexpr int kQueries = kStates + (kTight ? kTiles * kFragmentBytes : 0);
   static constexpr int kBytes =                           // uint2 [step][thread]
       kQueries + (kFull ? (kStepsOdd + kStepsSpared) * kThreads * 8 : 0);
   static_assert(kBytes <= 101376, "more than a block may have on sm_120");
