@@ -6,6 +6,7 @@ them (tensors to write into, workspaces) are further keyword arguments.
 
 from .attention import attention_workspace, decode_attention, verify_attention
 from .candidates import candidates_topk, candidates_workspace, merge_candidates
+from .choice import prepare
 from .relocate import LayerTable, kv_relocate
 from .sampling import sample_nodes, sample_workspace
 from .schedule import Schedule
@@ -25,6 +26,7 @@ __all__ = [
     "decode_attention",
     "kv_relocate",
     "merge_candidates",
+    "prepare",
     "raise_bad_input",
     "sample_nodes",
     "sample_workspace",

@@ -46,6 +46,21 @@ def library_for(launcher: str, device: torch.device) -> KernelLibrary | None:
     return _cuda(device) if is_cuda else _simulator(launcher)
 
 
+def prepare(device: torch.device | str) -> str:
+    """Build or load what the ops on a device need, so that no first call waits for it.
+
+    Before a capture run the same ops once besides: a kernel is loaded at its first launch.
+
+    Returns:
+        what serves the device: "reference", "simulator" or the architecture of the kernels.
+
+    Raises:
+        ValueError, KernelError, OSError: as `library_for`.
+    """
+    library = library_for("tree_build", torch.device(device))
+    return "reference" if library is None else library.target.name
+
+
 def launch(library: KernelLibrary, launcher: str, device: torch.device, **arguments: Any) -> None:
     """Run a launcher on the current stream of `device`.
 

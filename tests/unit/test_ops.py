@@ -27,6 +27,13 @@ def test_cpu_tensors_take_the_reference(monkeypatch: pytest.MonkeyPatch) -> None
         assert choice.library_for("tree_build", CPU) is None
 
 
+def test_prepare_says_what_serves_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ops.prepare("cpu") == "reference"
+    monkeypatch.setenv(choice.VARIABLE, "cuda")
+    with pytest.raises(ValueError, match="the tensors are on cpu"):
+        ops.prepare("cpu")
+
+
 def test_an_explicit_choice_that_cannot_be_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(choice.VARIABLE, "cuda")
     with pytest.raises(ValueError, match="OVERSTORY_KERNELS=cuda, but the tensors are on cpu"):
