@@ -143,6 +143,7 @@ ROWS = {
     "zeros of both signs": lambda n: torch.where(torch.arange(n) % 2 == 0, -0.0, 0.0),
     "neighbours, ascending": lambda n: (1 << 29) + torch.arange(n, dtype=torch.int32),
     "neighbours, descending": lambda n: (1 << 29) - torch.arange(n, dtype=torch.int32),
+    "a hair above the rest, late": lambda n: (torch.arange(n) == n - 7).int() + 0x3F800000,
     "the smallest there are": lambda n: torch.arange(n, dtype=torch.int32) // 2,
     "huge": lambda n: torch.linspace(-1, 1, n) * 3e38,
 }

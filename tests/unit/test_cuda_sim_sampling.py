@@ -240,6 +240,17 @@ def test_the_best_of_every_segment(simulated: Simulated) -> None:
         assert len(tokens.unique()) == top_k
 
 
+def test_the_last_float_of_a_bin_is_in_it(simulated: Simulated) -> None:
+    """The first histogram spans 8 .. 6, the third best maximum of a segment: bins of 2^-10."""
+    logits = torch.full((64, 3072), -3.0)
+    last = torch.nextafter(torch.tensor(8 - 201 / 1024), torch.tensor(8.0))
+    logits[:, [500, 1500, 1600, 2500]] = torch.tensor([8.0, 8 - 200 / 1024, float(last), 6.0])
+    rows = Rows(logits, top_k=3)
+    tokens = simulated.good(rows)
+    check_draws(tokens, rows)
+    assert tokens.unique().tolist() == [500, 1500, 1600]
+
+
 def test_min_p_cuts_where_it_says(simulated: Simulated) -> None:
     """Weights of 0.4995 and 0.5005: the bound from logarithms is too coarse to tell them apart."""
     logits = torch.tensor([[0.0, -0.69415, -0.69215]]).repeat(64, 1)
