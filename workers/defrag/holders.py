@@ -41,8 +41,6 @@ REBUILT = {
     "DDTreeWorker._draft_verify_out_cache_loc_buf": "DFLASH's own step, which DDTREE replaces",
     "TokenToKVPoolAllocator.free_group": "what the last group freed; empty while none is open",
     "RadixCache._empty_match_result": "always empty",
-    "ForwardPlan.kv_indices": "planned anew by every forward",
-    "ForwardPlan.tables": "planned anew by every forward",
 }
 
 #: Integers, but no slots.
@@ -52,6 +50,11 @@ NO_SLOTS = {
     "DDTreeDraftInput.future_indices",
     "DDTreeWorker._block_pos_offsets",
     "DDTreeWorker._window_offsets",
+    "DDTreeWorker._accept_len_buf",
+    "DDTreeWorker._bonus_id_bufs",
+    "DDTreeWorker._commit_lens_bufs",
+    "DDTreeWorker._new_seq_lens_bufs",
+    "DDTreeWorker._out_tokens_bufs",
     "DDTreeWorker._draft_block_ids_buf",
     "DDTreeWorker._draft_block_positions_buf",
     "DDTreeWorker._draft_block_tokens_buf",
@@ -62,19 +65,28 @@ NO_SLOTS = {
     "DDTreeWorker._draft_greedy_best_rank_buf",
     "DDTreeWorker._draft_greedy_rank_index_buf",
     "DDTreeWorker._draft_greedy_selected_ids_buf",
+    "_DflashDraftSampler.best_rank",
+    "_DflashDraftSampler.gathered_ids",
+    "_DflashDraftSampler.local_arg",
+    "_DflashDraftSampler.out",
+    "_DflashDraftSampler.selected_ids",
     "DFlashVerifyInput.draft_token",
     "DFlashVerifyInput.positions",
     "Drafter._offsets",
-    "ForwardPlan.kv_indptr",
-    "ForwardPlan.qo_indptr",
     "FutureMap.new_seq_lens_buf",
+    "FutureMap.new_seq_lens_cpu_pinned",
     "FutureMap.output_tokens_buf",
     "GenerationBatchResult.accept_lens",
+    "GenerationBatchResult.future_indices",
     "GenerationBatchResult.new_seq_lens",
     "GenerationBatchResult.next_token_ids",
     "MHATokenToKVPool.data_strides",
+    "MLATokenToKVPool.data_strides",
     "ReqToTokenPool.req_generation",
+    "ScheduleBatch.encoder_lens",
+    "ScheduleBatch.extend_input_logprob_token_ids",
     "ScheduleBatch.input_ids",
+    "ScheduleBatch.mix_running_indices",
     "ScheduleBatch.orig_seq_lens",
     "ScheduleBatch.prefill_input_ids_cpu",
     "ScheduleBatch.req_pool_indices",
@@ -91,13 +103,14 @@ _LOOKED_THROUGH = (
     "overstory.workers.",
 )
 
-_TOKENS_ONLY = (
+_NOT_LOOKED_THROUGH = (
+    "overstory.workers.seam.",
     "sglang.srt.sampling.",
     "overstory.workers.ddtree.grammar",
     "overstory.workers.ddtree.rules",
     "overstory.workers.ddtree.sampling_info",
 )
-"""Modules whose integers are tokens, seeds, masks and counts."""
+"""Attention's plan of one forward; integers that are tokens, seeds, masks and counts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,7 +249,7 @@ def _items(container: Any) -> list[Any]:
 
 
 def _looked_through(module: str) -> bool:
-    return module.startswith(_LOOKED_THROUGH) and not module.startswith(_TOKENS_ONLY)
+    return module.startswith(_LOOKED_THROUGH) and not module.startswith(_NOT_LOOKED_THROUGH)
 
 
 def _fields(owner: Any) -> list[tuple[str, Any]]:
