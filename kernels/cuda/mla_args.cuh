@@ -5,10 +5,8 @@
 
 #ifdef OVERSTORY_SIM
 #define OVERSTORY_UNROLL
-#define OVERSTORY_UNROLL_4
 #else
 #define OVERSTORY_UNROLL _Pragma("unroll")
-#define OVERSTORY_UNROLL_4 _Pragma("unroll 4")
 #endif
 
 namespace overstory::mla {

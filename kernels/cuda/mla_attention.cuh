@@ -180,16 +180,15 @@ struct Block {
     }
   }
 
-  __device__ __forceinline__ void load_queries(const Args& args) {
+  __device__ __forceinline__ void load_pair_queries(const Args& args, int j) {
+    const uint16_t* from = query(args, half() * L::kPairs + j);
     OVERSTORY_UNROLL
-    for (int j = 0; j < L::kPairs; ++j) {
-      const uint16_t* from = query(args, half() * L::kPairs + j);
-      OVERSTORY_UNROLL
-      for (int step = 0; step < kStepsQK; ++step) {
-        keep_query(step, j, load_pair(from, step * 16), load_pair(from, step * 16 + 8));
-      }
+    for (int step = 0; step < kStepsQK; ++step) {
+      keep_query(step, j, load_pair(from, step * 16), load_pair(from, step * 16 + 8));
     }
-    if (!L::kOdd) return;
+  }
+
+  __device__ __forceinline__ void load_odd_queries(const Args& args) {
     const uint16_t* from = query(args, kTiles - 1);
     OVERSTORY_UNROLL
     for (int step = 0; step < kStepsOdd; ++step) {
@@ -442,12 +441,32 @@ struct Block {
     }
   }
 
-  __device__ __forceinline__ void begin(const Args& args) {
+  // State, queries, and the first granules on their way: slots first, keys as soon as those are
+  // there, and meanwhile the first queries.
+  __device__ __forceinline__ void begin(const Args& args, int granule, int& where) {
+    const int key = granule * kGranule + (thread() >> 4);
+    int first[kStages - 1];
+    OVERSTORY_UNROLL
+    for (int i = 0; i < kStages - 1; ++i) {
+      first[i] = locate_key(args, piece(), key + i * kGranule);
+    }
+    where = locate_key(args, piece(), key + (kStages - 1) * kGranule);
+    if (L::kPairs > 0) load_pair_queries(args, 0);
+    OVERSTORY_UNROLL
+    for (int i = 0; i < kStages - 1; ++i) {
+      if (granule + i < piece().end) load_key(args, stage(i), first[i], thread());
+      ptx::cp_async_commit();
+    }
+    OVERSTORY_UNROLL
+    for (int j = 1; j < L::kPairs; ++j) load_pair_queries(args, j);
+    if (L::kOdd) load_odd_queries(args);
     const float high[2] = {kMinusInfinity, kMinusInfinity}, sum[2] = {0.0f, 0.0f};
     store_state(own_tile(), high, sum);
     if (L::kFull && warp() == 4) store_state(kTiles - 1, high, sum);
     if (thread() < 32) at<uint8_t>(L::kMoved)[thread()] = 0;
-    load_queries(args);
+    if (piece().end * kGranule > piece().prefix) {
+      load_visible<kTiles>(args, piece(), thread(), at<uint64_t>(L::kVisible));
+    }
   }
 
   // This thread's key of a granule to its stage, which has been free since a barrier; `where` it
@@ -505,13 +524,8 @@ struct Block {
   // The piece in shared memory.
   __device__ __forceinline__ void run(const Args& args) {
     int granule = piece().begin;
-    int where = locate_key(args, piece(), granule * kGranule + (thread() >> 4));
-    begin(args);
-    OVERSTORY_UNROLL
-    for (int i = 0; i < kStages - 1; ++i) load_ahead(args, granule + i, i, where);
-    if (piece().end * kGranule > piece().prefix) {
-      load_visible<kTiles>(args, piece(), thread(), at<uint64_t>(L::kVisible));
-    }
+    int where;
+    begin(args, granule, where);
     ptx::cp_async_wait<kStages - 2>();
     ptx::sync_block();
     isolate(granule, 0);

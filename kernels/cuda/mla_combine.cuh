@@ -64,23 +64,50 @@ __device__ __forceinline__ float2 weigh_parts(const Args& args, const Parts& par
   return make_float2(m, over_rows_of_warps(scratch, sum, false));
 }
 
-// Column blocks y, y + grid y, ... of a tile; warp w adds the parts w, w + 8, ...
-__device__ __forceinline__ void add_parts(const Args& args, const Parts& parts,
+// Up to eight of a warp's parts of a column block, all on their way at once.
+struct Batch {
+  float4 v[8];
+
+  // Parts first, first + 8, ...
+  __device__ __forceinline__ void load(const Args& args, const Parts& parts, int column,
+                                       int first) {
+    const float4* from = reinterpret_cast<const float4*>(args.partial) +
+                         (parts.tile * kColumnBlocks + column) * 32 + ptx::lane();
+    const int64_t stride = static_cast<int64_t>(parts.tiles) * kColumnBlocks * 32;
+    OVERSTORY_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      const int part = first + i * kWarps;
+      v[i] = make_float4(0, 0, 0, 0);
+      if (part < parts.count()) v[i] = from[parts.slot(part) * stride];
+    }
+  }
+
+  __device__ __forceinline__ void add_to(float4& sum, const Parts& parts, const float* weights,
+                                         int first) const {
+    OVERSTORY_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      const int part = first + i * kWarps;
+      if (part >= parts.count()) continue;
+      const float2 w =
+          *reinterpret_cast<const float2*>(weights + part * 8 + (ptx::lane() & 3) * 2);
+      sum.x = fmaf(v[i].x, w.x, sum.x), sum.y = fmaf(v[i].y, w.y, sum.y);
+      sum.z = fmaf(v[i].z, w.x, sum.z), sum.w = fmaf(v[i].w, w.y, sum.w);
+    }
+  }
+};
+
+// Column blocks y, y + grid y, ... of a tile; warp w adds the parts w, w + 8, ... `batch` holds the
+// first of them.
+__device__ __forceinline__ void add_parts(const Args& args, const Parts& parts, Batch& batch,
                                           const float* weights, float4* sums, float inverse,
                                           int64_t first_row, int rows) {
   const int t = ptx::lane() & 3, g = ptx::lane() >> 2;
   const float inverse0 = ptx::shfl(inverse, t * 2), inverse1 = ptx::shfl(inverse, t * 2 + 1);
   for (int column = ptx::block_y(); column < kColumnBlocks; column += ptx::grid_size_y()) {
-    const float4* from = reinterpret_cast<const float4*>(args.partial) +
-                         (parts.tile * kColumnBlocks + column) * 32 + ptx::lane();
-    const int64_t stride = static_cast<int64_t>(parts.tiles) * kColumnBlocks * 32;
     float4 sum = make_float4(0, 0, 0, 0);
-    OVERSTORY_UNROLL_4
-    for (int part = ptx::warp(); part < parts.count(); part += kWarps) {
-      const float4 v = from[parts.slot(part) * stride];
-      const float2 w = *reinterpret_cast<const float2*>(weights + part * 8 + t * 2);
-      sum.x = fmaf(v.x, w.x, sum.x), sum.y = fmaf(v.y, w.y, sum.y);
-      sum.z = fmaf(v.z, w.x, sum.z), sum.w = fmaf(v.w, w.y, sum.w);
+    for (int part = ptx::warp(); part < parts.count(); part += 8 * kWarps) {
+      if (part != ptx::warp() || column != ptx::block_y()) batch.load(args, parts, column, part);
+      batch.add_to(sum, parts, weights, part);
     }
     ptx::sync_block();  // the sums of the column before
     sums[ptx::thread()] = sum;
@@ -91,7 +118,8 @@ __device__ __forceinline__ void add_parts(const Args& args, const Parts& parts,
       const float4 v = sums[warp * 32 + ptx::lane()];
       sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
     }
-    uint16_t* out = static_cast<uint16_t*>(args.out) + (first_row + t * 2) * kValues + column * 16 + g;
+    uint16_t* out =
+        static_cast<uint16_t*>(args.out) + (first_row + t * 2) * kValues + column * 16 + g;
     if (t * 2 < rows) {
       out[0] = ptx::float_to_bf16(sum.x * inverse0);
       out[8] = ptx::float_to_bf16(sum.z * inverse0);
@@ -143,6 +171,8 @@ __global__ void __launch_bounds__(kThreads) combine(const Args args, int tiles) 
   float* weights = ptx::shared_memory<float>();
   float* scratch = weights + (args.blocks + 1) * 8;
   float4* sums = reinterpret_cast<float4*>(scratch + kWarps * 8);
+  Batch batch;  // while the weights are computed
+  batch.load(args, parts, ptx::block_y(), ptx::warp());
   const float2 total = weigh_parts(args, parts, weights, scratch);
   const float inverse = total.y == 0.0f ? 0.0f : 1.0f / total.y;
   const int64_t first_row =
@@ -152,7 +182,7 @@ __global__ void __launch_bounds__(kThreads) combine(const Args args, int tiles) 
   if (args.lse != nullptr && ptx::block_y() == 0 && ptx::thread() < rows) {
     args.lse[first_row + ptx::thread()] = Block<1, 2>::natural_lse(total.x, total.y);
   }
-  add_parts(args, parts, weights, sums, inverse, first_row, rows);
+  add_parts(args, parts, batch, weights, sums, inverse, first_row, rows);
 }
 
 }  // namespace overstory::mla
