@@ -59,6 +59,12 @@ int raise_shared_limit(std::size_t bytes) {
   cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(Kernel),
                                            cudaFuncAttributeMaxDynamicSharedMemorySize,
                                            static_cast<int>(bytes));
+  if (error == cudaSuccess) {
+    // As many blocks as fit, not as much L1 as one block leaves.
+    error = cudaFuncSetAttribute(reinterpret_cast<const void*>(Kernel),
+                                 cudaFuncAttributePreferredSharedMemoryCarveout,
+                                 cudaSharedmemCarveoutMaxShared);
+  }
   if (error == cudaSuccess) done.fetch_or(bit, std::memory_order_relaxed);
   return error;
 }

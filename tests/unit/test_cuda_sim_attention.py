@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import random
 import shutil
 from typing import Any
 
@@ -319,6 +320,35 @@ def test_bitwise_the_same_in_any_order_of_threads(library: KernelLibrary) -> Non
     for out, lse in runs[1:]:
         assert torch.equal(out[: case.owned], runs[0][0][: case.owned])
         assert torch.equal(lse[: case.owned], runs[0][1][: case.owned])
+
+
+@full
+@pytest.mark.parametrize("seed", range(24))
+def test_random_cases(library: KernelLibrary, seed: int) -> None:
+    draw = random.Random(seed)
+    most = draw.choice([1, 4, 9, 12, 20, 64])
+    requests = [
+        (draw.choice([0, draw.randrange(40), draw.randrange(200)]), draw.randint(0, most))
+        for _ in range(draw.randint(1, 6))
+    ]
+    case = Case(
+        requests,
+        heads=draw.choice([2, 4, 8, 8, 16]),
+        tail=draw.choice(TAILS),
+        seed=seed,
+        unowned=draw.randint(0, 3),
+        index_dtype=draw.choice([torch.int32, torch.int64]),
+    )
+    library.seed_simulator(seed)
+    got = verify(
+        library,
+        case,
+        mask=draw.choice(["bytes", "words"]),
+        dense=draw.random() < 0.3,
+        blocks=draw.randint(1, 30),
+        min_chunk=draw.randint(0, 4),
+    )
+    check(got, case.expected())
 
 
 def test_without_lse(library: KernelLibrary) -> None:
