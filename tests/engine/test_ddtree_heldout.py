@@ -141,6 +141,28 @@ def test_mixed_batches_equal_oracle(engine: Engine, pair: tuple[str, str], oracl
     _check_mixed(harness, oracle, 8, ("plain", "chain", "tree-31"))
 
 
+def test_the_draft_follows_the_logit_bias(
+    engine: Engine, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What bias forbids is not drafted: more is accepted, and the text is the same."""
+    harness = engine(**server_args(pair[1], max_total_tokens=8192))
+    from overstory.workers.ddtree.draft import HeadShard
+
+    prompts = _prompts(8)
+    frequent = {"203": -100.0, "225": -100.0, "18": -100.0}
+    params = [_params(None) | {"logit_bias": frequent, "ignore_eos": True}] * len(prompts)
+    before = STATS.snapshot()["verify"]
+    texts = _in_batches(harness, "chain", prompts, params)
+    told = _tokens_per_forward("chain", before)
+    candidates = HeadShard.candidates
+    monkeypatch.setattr(
+        HeadShard, "candidates", lambda head, hidden, k, bias=None: candidates(head, hidden, k)
+    )
+    before = STATS.snapshot()["verify"]
+    assert _in_batches(harness, "chain", prompts, params) == texts
+    assert told > 1.05 * _tokens_per_forward("chain", before)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("overlap", [False, True])
 def test_all_snippets_equal_oracle(

@@ -28,6 +28,7 @@ def _requests(length: int) -> tuple[list[list[int]], list[dict[str, Any]]]:
     params: list[dict[str, Any]] = [GREEDY | {"max_new_tokens": length} for _ in range(3)]
     for i, one in enumerate(SAMPLED[:2]):
         params.append(one | {"sampling_seed": 40 + i, "ignore_eos": True, "max_new_tokens": length})
+    params[1]["logit_bias"] = {"77": 2.0, "4000": 3.0}
     params.append(params[-1] | {"frequency_penalty": 0.8, "repetition_penalty": 1.2})
     params.append(params[0] | {"regex": r"([a-c]{2}[0-9] )*"})
     return prompts, params

@@ -101,11 +101,20 @@ class Drafter:
         assert hidden is not None, "the drafter returned no hidden states"
         return hidden.view(bs, self._block_size, -1)[:, 1:].reshape(bs * (self._block_size - 1), -1)
 
-    def grow(self, policy: TreePolicy, roots: torch.Tensor, hidden: torch.Tensor) -> Tree:
-        """Trees under ``policy`` from what `hidden` returned; the same on all ranks."""
+    def grow(
+        self,
+        policy: TreePolicy,
+        roots: torch.Tensor,
+        hidden: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> Tree:
+        """Trees under ``policy`` from what `hidden` returned; the same on all ranks.
+
+        ``bias`` [bs, V] is the requests' logit bias, if any has one.
+        """
         bs, depth = roots.shape[0], self._block_size - 1
         width = 1 if policy.mode == "chain" else min(policy.nodes, MAX_WIDTH)
-        shards = self._group.gather_shards(self._head.candidates(hidden, width))
+        shards = self._group.gather_shards(self._head.candidates(hidden, width, bias))
 
         def build() -> Tree:
             logprobs, ids = merge_candidates(shards, width)
@@ -144,9 +153,17 @@ class HeadShard:
             self._weight = weight[: int(shard.num_org_elements)]
             self._first = int(shard.org_vocab_start_index)
 
-    def candidates(self, hidden: torch.Tensor, k: int) -> Shard:
-        """Best ``k`` of this rank's tokens for each row of ``hidden`` [rows, H]."""
+    def candidates(self, hidden: torch.Tensor, k: int, bias: torch.Tensor | None = None) -> Shard:
+        """Best ``k`` of this rank's tokens for each row of ``hidden`` [bs * rows, H].
+
+        ``bias`` [bs, V] is added, so that the draft is of what the target may say; what the head
+        holds beyond the vocabulary has none.
+        """
         logits = torch.matmul(hidden.to(self._weight.dtype), self._weight.T)
+        if bias is not None:
+            mine = bias[:, self._first : self._first + logits.shape[1]]
+            of_requests = logits.view(bias.shape[0], -1, logits.shape[1])
+            of_requests[:, :, : mine.shape[1]] += mine.unsqueeze(1)
         return candidates_topk(logits, k, self._first)
 
 

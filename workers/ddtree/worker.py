@@ -178,7 +178,7 @@ class DDTreeWorker(DFlashWorkerV2):
             return root_tree(roots)
         hidden = self._drafter.hidden(batch, roots, window)
         clock.mark("draft")
-        tree = self._drafter.grow(policy, roots, hidden)
+        tree = self._drafter.grow(policy, roots, hidden, batch.sampling_info.logit_bias)
         clock.mark("build")
         return tree
 
