@@ -137,12 +137,13 @@ def test_retraction_under_memory_pressure(
 ) -> None:
     """A pool too small for all requests makes the scheduler take some back; texts stay the same.
 
-    What they put out before still counts for their penalties.
+    What they put out before still counts for their penalties, and their grammars stand behind it.
     """
     harness = engine(**server_args(pair[1], rows=32, max_total_tokens=700))
     prompts = random_prompts([60, 50, 70, 40], seed=25)
     params = {"temperature": 0.8, "sampling_seed": 9, "ignore_eos": True, "max_new_tokens": 110}
-    every = [params | {"frequency_penalty": 0.4, "repetition_penalty": 1.2}, params] * 2
+    ruled = {"frequency_penalty": 0.4, "repetition_penalty": 1.2, "regex": "([a-c]{2}[0-9] )*"}
+    every = [params | ruled, params] * 2
     alone = []
     for prompt, one in zip(prompts, every, strict=True):
         harness.flush_cache()
