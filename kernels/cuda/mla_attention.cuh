@@ -225,7 +225,7 @@ struct Block {
   __device__ __forceinline__ void multiply_scores(const char* keys) {
     constexpr int kBegin = kPaired || kHalf == 0 ? 0 : kStepsOdd;
     constexpr int kEnd = kPaired || kHalf == 1 ? kStepsQK : kStepsOdd;
-    float s[L::kPairs + 1][4];
+    float s[L::kPairs + 1][4], other[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     OVERSTORY_UNROLL
     for (int j = 0; j <= L::kPairs; ++j) {
       OVERSTORY_UNROLL
@@ -244,7 +244,9 @@ struct Block {
       }
       const int odd_step = step - kHalf * kStepsOdd;
       if (kOdd && odd_step >= 0 && odd_step < kStepsOdd) {
-        multiply_keys(s[L::kPairs], a[step % 2], odd_step, L::kPairs);
+        // On its own, one chain of products would wait on itself: two, added below.
+        const bool second = !(kPaired && L::kPairs > 0) && step % 2 != 0;
+        multiply_keys(second ? other : s[L::kPairs], a[step % 2], odd_step, L::kPairs);
       }
     }
     float4* to = at<float4>(L::kScores) + lane();
@@ -257,7 +259,8 @@ struct Block {
     }
     if (kOdd) {
       const float* last = s[L::kPairs];
-      to[(L::kPairs * 8 + warp()) * 32] = make_float4(last[0], last[1], last[2], last[3]);
+      to[(L::kPairs * 8 + warp()) * 32] = make_float4(last[0] + other[0], last[1] + other[1],
+                                                      last[2] + other[2], last[3] + other[3]);
     }
   }
 
