@@ -74,8 +74,8 @@ def test_openai_errors(scripted: Endpoint) -> None:
         client.completions.create(model="gpt-4", prompt="p")
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(model=MODEL, messages=MESSAGES, logprobs=True)
-    assert refused.value.param == "logprobs"
+        client.chat.completions.create(model=MODEL, messages=MESSAGES, top_logprobs=2)
+    assert refused.value.param == "top_logprobs"
     assert refused.value.request_id
     with pytest.raises(openai.BadRequestError, match="not this one"):
         client.completions.create(model=MODEL, prompt="<refuse>")
