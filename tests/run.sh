@@ -12,6 +12,7 @@ markers=()
 
 why_not() { # kind -> why it cannot run here; empty if it can
   case $1 in
+    kernels) command -v "${CXX:-g++}" >/dev/null || echo "no C++ compiler for the simulator" ;;
     gpu) nvidia-smi -L >/dev/null 2>&1 || echo "no NVIDIA GPU on this machine" ;;
   esac
 }
@@ -32,7 +33,7 @@ install_for_hosts() {
 install_for_hosts
 failed=0
 summary=()
-for kind in unit engine cluster gpu; do
+for kind in unit kernels engine cluster gpu; do
   reason=$(why_not "$kind")
   if [ -z "$(find "tests/$kind" -name 'test_*.py' 2>/dev/null | head -1)" ]; then
     reason="no tests of this kind yet"
