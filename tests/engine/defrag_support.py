@@ -70,7 +70,7 @@ class Passes:
         """A random plan, one that gathers, or one that was made some passes ago."""
         picture = self._harness.at_boundary(take_picture)[0]
         kind = self._draw.randrange(4)
-        plan = random_plan(picture, self._draw, self._draw.choice([1, 7, 60, 300]))
+        plan = random_plan(picture, self._draw, (300, 1, 60, 7)[self.passes % 4])
         if kind == 0:
             plan = plan_moves(picture, EPOCH, 200, long_run=1000)
         if kind == 1 and self._stale is not None:
