@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -29,14 +30,24 @@ def live() -> Iterator[LiveEngine]:
     engine.close()
 
 
+@contextmanager
+def steering(live: LiveEngine, **settings: Any) -> Iterator[Any]:
+    """A controller that leases the replica, found by its ranks' names alone."""
+    actor = ensure_controller(live.deployment, LEASE_STEPS, **settings)
+    wait_until(lambda: replica(actor) and replica(actor)["phase"] == "leased", NOTICE_S, "a lease")
+    try:
+        yield actor
+    finally:
+        end_controller(live.deployment)
+        wait_until(
+            lambda: not [n for n in actors_of(live.deployment) if "controller" in n], 10, "end"
+        )
+
+
 @pytest.fixture
 def controller(live: LiveEngine) -> Iterator[Any]:
-    """A controller that leases the replica, found by its ranks' names alone."""
-    actor = ensure_controller(live.deployment, LEASE_STEPS)
-    wait_until(lambda: replica(actor) and replica(actor)["phase"] == "leased", NOTICE_S, "a lease")
-    yield actor
-    end_controller(live.deployment)
-    wait_until(lambda: not [n for n in actors_of(live.deployment) if "controller" in n], 10, "end")
+    with steering(live) as actor:
+        yield actor
 
 
 def replica(actor: Any) -> dict[str, Any] | None:
@@ -102,6 +113,17 @@ def test_streams_go_on_through_defrag_passes(live: LiveEngine, controller: Any) 
     assert status is not None
     assert (status["phase"], status["reason"]) == ("leased", "")
     assert status["fragmentation"]["free"] > 0
+
+
+def test_a_controller_that_is_told_to_look_does(live: LiveEngine) -> None:
+    def looked(actor: Any) -> bool:
+        row = replica(actor)
+        return row is not None and row["fragmentation"] is not None
+
+    with steering(live, defrag_every_s=0.2, defrag_below=1.0) as actor:
+        stream = live.stream(TOKENS)
+        wait_until(lambda: looked(actor), NOTICE_S, "a look at the replica's slots")
+        assert len(stream.result()) == TOKENS
 
 
 def test_plans_that_do_not_fit_are_refused_on_all_ranks_and_nothing_moves(
