@@ -7,6 +7,7 @@ every Ray on the machine and is never used.
 import contextlib
 import dataclasses
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -27,6 +28,8 @@ START_ATTEMPTS = 2
 STOP_TIMEOUT_S = 30.0
 OBJECT_STORE_BYTES = 200_000_000
 _POLL_S = 0.05
+_LOWEST_PORT = 10_000
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 # Settings of the user for another Ray.
@@ -41,12 +44,29 @@ class LocalRayError(UserFault, RuntimeError):
 
 
 def free_ports(count: int) -> list[int]:
-    """Different TCP ports that are free now."""
+    """Different TCP ports that are free now, below those that the system gives to others."""
+    found: list[int] = []
+    candidates = random.Random().sample(range(_LOWEST_PORT, _ephemeral_ports()), k=1000)
     with contextlib.ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("", 0))
-        return [probe.getsockname()[1] for probe in probes]
+        for port in candidates:
+            if len(found) == count:
+                break
+            probe = held.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                probe.bind(("", port))
+                found.append(port)
+    if len(found) < count:
+        raise LocalRayError(f"found {len(found)} of {count} free TCP ports above {_LOWEST_PORT}")
+    return found
+
+
+def _ephemeral_ports() -> int:
+    """The lowest port that the system gives to whoever asks for any."""
+    try:
+        lowest = int(_PORT_RANGE.read_text().split()[0])
+    except (OSError, ValueError):
+        lowest = 0
+    return lowest if lowest > _LOWEST_PORT + 2000 else 32768
 
 
 def free_port() -> int:

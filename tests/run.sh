@@ -9,6 +9,7 @@ results=$(mktemp -d)
 trap 'rm -rf "$results"' EXIT
 markers=()
 [ "$size" = full ] || markers=(-m "not full")
+[ "$size" != full ] || export HYPOTHESIS_PROFILE=default # other examples each time
 
 why_not() { # kind -> why it cannot run here; empty if it can
   case $1 in
@@ -25,8 +26,9 @@ install_for_hosts() {
   [ -n "$packages" ] && command -v apt-get >/dev/null && [ ! -d /run/systemd/system ] || return 0
   echo "installing for the tests over several hosts: $packages"
   # shellcheck disable=SC2086
-  (apt-get update -qq && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive \
-    apt-get install -y -qq --no-install-recommends $packages) >"$results/apt.log" 2>&1 ||
+  local limits=(-o Acquire::Retries=1 -o Acquire::http::Timeout=20)
+  (timeout 120 apt-get "${limits[@]}" update -qq && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive \
+    timeout 300 apt-get "${limits[@]}" install -y -qq --no-install-recommends $packages) >"$results/apt.log" 2>&1 ||
     { tail -3 "$results/apt.log"; echo "not installed: those tests are skipped"; }
 }
 

@@ -49,7 +49,10 @@ def why_no_lab() -> str | None:
         return reason
     if missing := missing_packages():
         return f"needs the Debian packages {', '.join(missing)}"
-    return _refusal("ip link add type veth && ip link add type bridge")
+    return _refusal(
+        "ip link add type veth && ip link add type bridge && mount -t tmpfs own /run"
+        " && mount --bind /run /mnt && echo 1 >/proc/sys/net/ipv4/ip_forward"
+    )
 
 
 def packages_to_install() -> list[str]:
@@ -178,7 +181,7 @@ class Lab:
         for process in self._processes:
             process.wait(GONE_S)
         deadline = time.monotonic() + GONE_S
-        while left := [pid for pid in pids if _namespace(pid, "pid") is not None]:
+        while left := [pid for pid in pids if lives(pid)]:
             if time.monotonic() > deadline:
                 raise LabError(f"processes of the lab that would not end: {left}")
             time.sleep(0.02)
@@ -231,6 +234,11 @@ def _command_line(pid: int) -> str:
     except OSError:
         return ""
     return raw.replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+def lives(pid: int) -> bool:
+    """Whether a process runs: not one that only waits to be reaped, perhaps for ever."""
+    return _namespace(pid, "pid") is not None
 
 
 def _namespace(pid: int, kind: str) -> str | None:

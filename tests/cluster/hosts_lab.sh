@@ -16,7 +16,11 @@ switch() {
   mkdir -m 700 /run/shared # What all hosts of the lab see, and nobody else.
   ssh-keygen -q -t ed25519 -N "" -f /run/shared/key
   # Hosts' default route ends here: what they send elsewhere is refused at once, as by a firewall.
-  echo 1 >/proc/sys/net/ipv4/ip_forward
+  # Through a /proc of its own: a container's may be read-only, and the real one is still read here.
+  mkdir /run/proc
+  mount -t proc proc /run/proc
+  echo 1 >/run/proc/sys/net/ipv4/ip_forward
+  umount /run/proc
   ip route add prohibit default
   ip link add bridge type bridge
   ip address add "$1" dev bridge
@@ -61,6 +65,8 @@ host() {
   # As Debian writes it: the host's own name leads to its loopback, other hosts' names nowhere.
   own_file /etc/hosts $'127.0.0.1 localhost\n127.0.1.1 '"$name"$'\n'
   own_file /etc/resolv.conf ""
+  # Without a password, but not locked: sshd without PAM refuses keys of a locked account.
+  own_file /etc/shadow $'root:*:19000:0:99999:7:::\n'
   ip link set lo up
   mkdir -m 700 /root/.ssh
   cp /run/shared/key.pub /root/.ssh/authorized_keys

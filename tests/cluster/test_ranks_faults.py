@@ -1,8 +1,9 @@
 """Ranks that differ, stop, fail or are killed: who notices, what is said, who survives."""
 
+import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -53,8 +54,15 @@ def failure(stream: Stream) -> EngineDead:
 
 def raylet() -> psutil.Process:
     folder = Path(ray._private.worker._global_node.get_session_dir_path()).parent
-    (pid,) = [p for p in processes_naming(str(folder)) if "raylet" in psutil.Process(p).name()]
-    return psutil.Process(pid)
+    (found,) = [p for p in _processes(processes_naming(str(folder))) if "raylet" in p.name()]
+    return found
+
+
+def _processes(pids: Iterable[int]) -> Iterator[psutil.Process]:
+    """Those that still run."""
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            yield psutil.Process(pid)
 
 
 def test_a_rank_that_diverges_is_caught_within_one_lease(launch: Callable[..., LiveEngine]) -> None:

@@ -200,7 +200,13 @@ def test_an_idle_replica_does_not_spin(free: LiveEngine) -> None:
     def cpu_s() -> float:
         return sum(sum(process.cpu_times()[:2]) for process in processes)
 
-    begun, before = time.monotonic(), cpu_s()
-    time.sleep(IDLE_LOOK_S)
-    share = (cpu_s() - before) / (time.monotonic() - begun)
-    assert share < IDLE_SHARE, f"ranks and front half use {share:.1%} of a core when idle"
+    def look() -> float:
+        begun, before = time.monotonic(), cpu_s()
+        time.sleep(IDLE_LOOK_S)
+        return (cpu_s() - before) / (time.monotonic() - begun)
+
+    # The least of some looks: what spins is in all of them, what a busy machine adds is not.
+    shares: list[float] = []
+    while len(shares) < 3 and min(shares, default=1.0) >= IDLE_SHARE:
+        shares.append(look())
+    assert min(shares) < IDLE_SHARE, f"ranks and front half use {shares} of a core when idle"

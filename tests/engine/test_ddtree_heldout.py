@@ -164,6 +164,7 @@ def test_the_draft_follows_the_logit_bias(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_all_snippets_equal_oracle(
     engine: Engine, pair: tuple[str, str], oracle: Wanted, overlap: bool
@@ -176,17 +177,21 @@ def test_all_snippets_equal_oracle(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_all_snippets_one_by_one_equal_oracle(
-    engine: Engine, pair: tuple[str, str], oracle: Wanted
+    request: pytest.FixtureRequest, pair: tuple[str, str], oracle: Wanted, ranks: int
 ) -> None:
-    harness = engine(**server_args(pair[1], max_total_tokens=8192))
+    make: Engine = request.getfixturevalue("engine" if ranks == 1 else "engine_tp2")
+    harness = make(**server_args(pair[1], max_total_tokens=8192))
     for i, prompt in enumerate(_prompts(100)):
-        for name in ("chain", "tree-31"):
+        for name in ("plain", "chain", "tree-31"):
             got = run_under(harness, name, [prompt], _params(None))
             assert got == [oracle.text(prompt)], (i, name)
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_all_snippets_on_two_ranks_equal_oracle(
     engine_tp2: Engine, pair: tuple[str, str], oracle: Wanted, overlap: bool

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from harness import STEP_DEADLINE_S, EngineHarness, Output
 
+from overstory.orchestrator.local_ray import free_port
 from overstory.workers import tree_policy
 from overstory.workers.environment import prepare_process
 from overstory.workers.tree_policy import TreePolicy
@@ -24,17 +24,11 @@ if TYPE_CHECKING:
 START_DEADLINE_S = 300.0
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class Tp2Harness(EngineHarness):
     """Rank 0 and, by pipe, rank 1."""
 
     def __init__(self, model_path: str, **server_args: Any) -> None:
-        fields = server_args | {"tp_size": 2, "dist_init_addr": f"127.0.0.1:{_free_port()}"}
+        fields = server_args | {"tp_size": 2, "dist_init_addr": f"127.0.0.1:{free_port()}"}
         context = multiprocessing.get_context("spawn")
         self._peer, theirs = context.Pipe()
         self._child = context.Process(

@@ -4,8 +4,14 @@ import os
 import sys
 from pathlib import Path
 
+from hypothesis import settings
+
 # Shared with the unit tests: random trees, checks of ops, chi-square.
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
 # As in a rank on a CPU: OpenMP threads that spin against each other only cost time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# As in the unit tests.
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))

@@ -60,6 +60,7 @@ def verify(
     min_chunk: int = 2,
     max_q: int | None = None,
     wide_indptr: bool = False,
+    flow: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp of all tokens."""
     max_q = max_q or case.max_q
@@ -100,6 +101,7 @@ def verify(
         scale=case.scale,
         blocks=blocks,
         min_chunk=min_chunk,
+        flow=flow,
     )
     assert bool((workspace[size:] == POISON).all())
     return out, lse
@@ -111,6 +113,7 @@ def decode(
     blocks: int = 5,
     min_chunk: int = 2,
     with_lse: bool = True,
+    flow: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = len(case.lengths)
     out, lse, workspace, size = outputs(library, tokens, case.heads, 1, blocks)
@@ -134,6 +137,7 @@ def decode(
         scale=case.scale,
         blocks=blocks,
         min_chunk=min_chunk,
+        flow=flow,
     )
     return out, lse
 
@@ -189,6 +193,16 @@ def test_every_number_of_tiles(library: KernelLibrary, q: int) -> None:
     """8 heads: one tile a row, each number of them a kernel of its own."""
     case = Case([(50, q), (18, max(1, q - 1))], seed=q)
     check(verify(library, case, blocks=3), case.expected())
+
+
+@pytest.mark.parametrize("flow", [0, 1])
+@pytest.mark.parametrize("q", some([1, 9], range(2, 9)))
+def test_long_enough_to_go_around(library: KernelLibrary, q: int, flow: int) -> None:
+    """Around the stages several times, and around the slots that a warp knows ahead; the second
+    time for the pieces of a block that follow its first."""
+    case = Case([(532, q), (0, 1), (180, max(1, q - 1)), (3, q)], seed=q, tail=random_bits)
+    check(verify(library, case, blocks=1, flow=flow), case.expected())
+    check(verify(library, case, blocks=3, flow=flow), case.expected())
 
 
 @pytest.mark.parametrize("q", some([17], [33, 63, 64]))

@@ -3,10 +3,16 @@ import sys
 from typing import NoReturn
 
 import pytest
+from hypothesis import settings
 
 # As in a rank on a CPU: OpenMP threads that spin against each other only cost time on small
 # tensors.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+# The same examples in each run, so that a failure is the change's; `tests/run.sh full` draws anew.
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
 def _no_ray(*_arguments: object, **_named: object) -> NoReturn:
