@@ -1,8 +1,8 @@
 """The attention ops on a GPU against the reference in float64: lengths, masks, layouts, hazards.
 
 The simulator's tests (tests/kernels/test_cuda_sim_attention.py) try the same kernels on small
-inputs; here are real lengths, real concurrency, and addresses beyond 32 bits. Captured graphs are tested in
-test_gpu_graphs.py.
+inputs; here are real lengths, real concurrency, and addresses beyond 32 bits. Captured graphs are
+tested in test_gpu_graphs.py.
 """
 
 from __future__ import annotations
