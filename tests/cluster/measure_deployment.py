@@ -1,14 +1,15 @@
-"""CPU share of every process of a deployment that serves nothing, by role.
+"""CPU share and memory of every process of a deployment that serves nothing, by role.
 
 Deploy first (`make demo`), on an otherwise quiet machine. Looked at are the processes under the Ray
 head that Overstory started:
-`.venv/bin/python tests/cluster/measure_idle.py --json docs/benchmarks/idle_cpu.json`
+`.venv/bin/python tests/cluster/measure_deployment.py --json docs/benchmarks/idle_deployment.json`
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import datetime
 import json
 import os
@@ -61,6 +62,18 @@ def look(head: psutil.Process, seconds: float) -> dict[str, float]:
     return {name: round(share, 2) for name, share in sorted(shares.items())}
 
 
+def memory_mb(head: psutil.Process) -> dict[str, dict[str, Any]]:
+    """By role: `own`, MB that each process has for itself (USS); `share`, their PSS together."""
+    found: dict[str, dict[str, Any]] = {}
+    for process in (head, *head.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):
+            full = process.memory_full_info()
+            row = found.setdefault(role(process), {"own": [], "share": 0})
+            row["own"].append(round(full.uss / 1e6))
+            row["share"] += round(full.pss / 1e6)
+    return dict(sorted(found.items()))
+
+
 def _cpu_s(head: psutil.Process) -> dict[tuple[int, str], float]:
     found = {}
     for process in (head, *head.children(recursive=True)):
@@ -76,7 +89,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
     path = parser.parse_args().json
-    shares = look(head_process(), LOOK_S)
+    head = head_process()
+    shares, memory = look(head, LOOK_S), memory_mb(head)
     result: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cores": os.cpu_count(),
@@ -84,7 +98,9 @@ def main() -> None:
         "ray": ray.__version__,
         "seconds": LOOK_S,
         "percent_of_a_core": shares,
-        "total": round(sum(shares.values()), 2),
+        "percent_of_a_core_total": round(sum(shares.values()), 2),
+        "memory_mb": memory,
+        "memory_mb_total": sum(row["share"] for row in memory.values()),
     }
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
