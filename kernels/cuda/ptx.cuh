@@ -52,6 +52,60 @@ OVERSTORY_DEVICE void sync_named(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+/// Counts for barrier `id` without waiting at it; other threads of the `threads` sync.
+OVERSTORY_DEVICE void arrive_named(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- barriers in shared memory that count arrivals and bytes (mbarrier); and bulk copies
+
+/// One thread; then `mbarrier_fence_init` and a barrier of the block before anybody uses it.
+OVERSTORY_DEVICE void mbarrier_init(std::uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(arrivals)
+               : "memory");
+}
+OVERSTORY_DEVICE void mbarrier_fence_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+/// One arrival of the phase, which also waits for so many bytes of bulk copies more.
+OVERSTORY_DEVICE void mbarrier_arrive_expect(std::uint64_t* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                   shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+}
+/// Until the phase of this parity (0 for the first) is complete.
+OVERSTORY_DEVICE void mbarrier_wait(std::uint64_t* barrier, std::uint32_t parity) {
+  asm volatile(
+      "{\n\t.reg .pred done;\n\t"
+      "again:\n\t"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+      "@!done bra again;\n\t}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+/// Whole multiples of 16 bytes, aligned, from global to shared memory; the barrier counts them.
+OVERSTORY_DEVICE void bulk_copy(void* shared, const void* global, int bytes,
+                                std::uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(shared)),
+      "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+/// A copy of them to the L2 cache.
+OVERSTORY_DEVICE void bulk_prefetch(const void* global, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(
+                   __cvta_generic_to_global(global)),
+               "r"(bytes)
+               : "memory");
+}
+/// Between this thread's ordinary stores and later bulk copies to the same shared memory.
+OVERSTORY_DEVICE void fence_bulk() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // ---- shuffles and votes: values of 4 or 8 bytes
 
 template <typename T>

@@ -48,6 +48,18 @@ def test_a_copy_lands_at_the_wait_that_covers_it(
     assert torch.equal(out, rows.sum(dim=(1, 2), dtype=torch.int32)) == enough
 
 
+@pytest.mark.parametrize(("rounds", "awaited"), [(7, True), (2, False)])
+def test_a_bulk_copy_lands_at_the_wait_for_it(
+    library: KernelLibrary, rounds: int, awaited: bool
+) -> None:
+    rows = torch.randint(0, 1 << 20, (rounds, 2, 64), dtype=torch.int32)
+    for seed in SEEDS:
+        library.seed_simulator(seed)
+        out = torch.zeros(rounds, dtype=torch.int32)
+        library.launch("test_bulk_sum", rows=rows, out=out, rounds=rounds, awaited=int(awaited))
+        assert torch.equal(out, rows.sum(dim=(1, 2), dtype=torch.int32)) == awaited
+
+
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
@@ -65,6 +77,8 @@ def test_a_copy_lands_at_the_wait_that_covers_it(
         (12, r"deadlock: .* sync_named at .*self_test.cu:\d+"),
         (13, "memory fault"),
         (14, "memory fault"),
+        (15, "ended with a bulk copy that nobody waited for"),
+        (16, r"deadlock: .* mbarrier_wait at .*self_test.cu:\d+"),
     ],
 )
 def test_a_broken_kernel_is_an_error_with_its_place(

@@ -43,6 +43,11 @@ inline void sync_named(int id, int threads, Where where = Where::here()) {
   machine.barrier("sync_named", where, id, threads);
 }
 
+inline void arrive_named(int id, int threads, Where where = Where::here()) {
+  if (id == 0) machine.fail_at("arrive_named", where, "barrier 0 is that of sync_block");
+  machine.barrier("arrive_named", where, id, threads, false);
+}
+
 inline void sync_warp(std::uint32_t mask = ~0u, Where where = Where::here()) {
   int none = 0;
   machine.gather<int>("sync_warp", where, mask, none, [](int* const*, std::uint32_t) {});
@@ -185,6 +190,31 @@ void cp_async_wait() {
   }
   me.copies.resize(kept);
 }
+
+inline void mbarrier_init(std::uint64_t* barrier, int arrivals, Where where = Where::here()) {
+  machine.init_mbarrier(where, barrier, arrivals);
+}
+inline void mbarrier_fence_init() {}
+inline void mbarrier_arrive_expect(std::uint64_t* barrier, int bytes,
+                                   Where where = Where::here()) {
+  machine.arrive(where, barrier, bytes);
+}
+inline void mbarrier_wait(std::uint64_t* barrier, std::uint32_t parity,
+                          Where where = Where::here()) {
+  machine.wait_mbarrier(where, barrier, parity);
+}
+inline void bulk_copy(void* shared, const void* global, int bytes, std::uint64_t* barrier,
+                      Where where = Where::here()) {
+  machine.copy_bulk(where, shared, global, bytes, barrier);
+}
+inline void bulk_prefetch(const void* global, int bytes, Where where = Where::here()) {
+  if (reinterpret_cast<std::uintptr_t>(global) % 16 != 0 || bytes % 16 != 0) {
+    machine.fail_at("bulk_prefetch", where, "address or size is not a multiple of 16 bytes");
+  }
+  // Memory that does not exist is a fault on a GPU too.
+  static_cast<void>(*static_cast<const volatile char*>(global));
+}
+inline void fence_bulk() {}
 
 inline int atomic_add(int* at, int value) {
   const int before = *at;

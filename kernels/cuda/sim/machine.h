@@ -102,7 +102,25 @@ struct Gathering {
 struct Barrier {
   int wanted = 0;
   std::vector<int> arrived;
+  std::vector<int> waiting;  // of those: the others have gone on
   Where where{"", 0};
+};
+
+/// A barrier in shared memory that counts arrivals and bytes (mbarrier).
+struct Mbarrier {
+  /// A bulk copy that was issued; its bytes appear at the first wait for its phase.
+  struct Bulk {
+    char* to;
+    std::vector<char> bytes;
+  };
+  const void* at = nullptr;
+  int count = 0;               // arrivals that a phase wants
+  int arrived = 0;             // in this phase
+  std::int64_t missing = 0;    // bytes expected and not copied yet
+  std::uint32_t phase = 0;     // complete ones, modulo 2
+  std::vector<Bulk> flying;    // of this phase
+  std::vector<Bulk> landing;   // of the one before, until somebody waits for it
+  std::vector<int> waiting;
 };
 
 class Machine {
@@ -179,8 +197,9 @@ class Machine {
     }
   }
 
-  /// bar.sync of `wanted` threads; `id` 0 is the whole block's and must be one line for all.
-  void barrier(const char* op, Where where, int id, int wanted) {
+  /// bar.sync of `wanted` threads, or bar.arrive if the thread does not wait; `id` 0 is the whole
+  /// block's and must be one line for all.
+  void barrier(const char* op, Where where, int id, int wanted, bool waits = true) {
     if (id < 0 || id > 15 || wanted <= 0 || wanted % kWarp != 0 || wanted > count_) {
       fail("%s at %s:%d: barrier %d of %d threads", op, where.file, where.line, id, wanted);
     }
@@ -199,19 +218,67 @@ class Machine {
     }
     barrier.arrived.push_back(current_);
     if (static_cast<int>(barrier.arrived.size()) < wanted) {
+      if (!waits) return;
+      barrier.waiting.push_back(current_);
       suspend(op, where);
       return;
     }
-    std::vector<int> met;
+    std::vector<int> met, waiting;
     met.swap(barrier.arrived);
+    waiting.swap(barrier.waiting);
     std::vector<int> of_warp(static_cast<std::size_t>(count_ / kWarp), 0);
     for (int index : met) ++of_warp[static_cast<std::size_t>(index / kWarp)];
     for (int arrived : of_warp) {
       if (arrived != 0 && arrived != kWarp) fail_at(op, where, "divergent: part of a warp");
     }
-    for (int index : met) {
-      if (index != current_) wake(index);
+    for (int index : waiting) wake(index);
+  }
+
+  void init_mbarrier(Where where, const void* at, int count) {
+    check_shared("mbarrier_init", where, at, 8, 8);
+    for (const Mbarrier& other : mbarriers_) {
+      if (other.at == at) fail_at("mbarrier_init", where, "there is one already");
     }
+    mbarriers_.emplace_back();
+    mbarriers_.back().at = at;
+    mbarriers_.back().count = count;
+  }
+
+  void arrive(Where where, const void* at, int bytes) {
+    Mbarrier& barrier = mbarrier_at("mbarrier_arrive_expect", where, at);
+    ++barrier.arrived;
+    barrier.missing += bytes;
+    complete(barrier);
+  }
+
+  /// The source is read now, the destination poisoned now and written at the wait.
+  void copy_bulk(Where where, void* to, const void* from, int bytes, const void* at) {
+    Mbarrier& barrier = mbarrier_at("bulk_copy", where, at);
+    check_shared("bulk_copy", where, to, static_cast<std::size_t>(bytes), 16);
+    if (reinterpret_cast<std::uintptr_t>(from) % 16 != 0 || bytes % 16 != 0) {
+      fail_at("bulk_copy", where, "global address or size is not a multiple of 16 bytes");
+    }
+    if (!barrier.landing.empty()) {
+      fail_at("bulk_copy", where, "nobody has waited for the copies of the phase before");
+    }
+    auto* source = static_cast<const char*>(from);
+    barrier.flying.push_back({static_cast<char*>(to), {source, source + bytes}});
+    poison(static_cast<char*>(to), static_cast<std::size_t>(bytes));
+    barrier.missing -= bytes;
+    complete(barrier);
+  }
+
+  /// Until the phase of this parity is complete.
+  void wait_mbarrier(Where where, const void* at, std::uint32_t parity) {
+    while (mbarrier_at("mbarrier_wait", where, at).phase == parity) {
+      mbarrier_at("mbarrier_wait", where, at).waiting.push_back(current_);
+      suspend("mbarrier_wait", where);
+    }
+    Mbarrier& barrier = mbarrier_at("mbarrier_wait", where, at);
+    for (const Mbarrier::Bulk& copy : barrier.landing) {
+      std::memcpy(copy.to, copy.bytes.data(), copy.bytes.size());
+    }
+    barrier.landing.clear();
   }
 
   // ---- what a launch asks for
@@ -281,6 +348,23 @@ class Machine {
   }
 
  private:
+  Mbarrier& mbarrier_at(const char* op, Where where, const void* at) {
+    for (Mbarrier& barrier : mbarriers_) {
+      if (barrier.at == at) return barrier;
+    }
+    fail_at(op, where, "there is no mbarrier at this address");
+  }
+
+  void complete(Mbarrier& barrier) {
+    if (barrier.arrived != barrier.count || barrier.missing != 0) return;
+    barrier.arrived = 0;
+    barrier.phase ^= 1;
+    barrier.landing.swap(barrier.flying);
+    std::vector<int> waiting;
+    waiting.swap(barrier.waiting);
+    for (int index : waiting) wake(index);
+  }
+
   void run_block(std::uint64_t index) {
     dice_ = Random{seed_ + index * 0xD1342543DE82EF95u};
     dice_.next();
@@ -288,7 +372,8 @@ class Machine {
     poison(shared_ - kRedZone, kRedZone + shared_room_);
     gatherings_.assign(static_cast<std::size_t>(count_ / kWarp), {});
     exited_.assign(static_cast<std::size_t>(count_ / kWarp), 0);
-    for (Barrier& barrier : barriers_) barrier.arrived.clear();
+    for (Barrier& barrier : barriers_) barrier.arrived.clear(), barrier.waiting.clear();
+    mbarriers_.clear();
     exited_count_ = 0;
     ready_.clear();
     for (int i = 0; i < count_; ++i) {
@@ -303,6 +388,11 @@ class Machine {
     current_ = pick();
     switch_context(main_, self().context);
     if (error_.empty() && exited_count_ != count_) report_deadlock();
+    for (const Mbarrier& barrier : mbarriers_) {
+      if (error_.empty() && !(barrier.flying.empty() && barrier.landing.empty())) {
+        error_ = block_name() + ": ended with a bulk copy that nobody waited for";
+      }
+    }
     if (error_.empty() && !(is_poison(shared_ - kRedZone, kRedZone) &&
                             is_poison(shared_ + shared_bytes_, shared_room_ - shared_bytes_))) {
       error_ = block_name() + ": a thread wrote just outside of the shared memory";
@@ -428,6 +518,7 @@ class Machine {
   std::vector<std::vector<Gathering>> gatherings_;  // per warp
   std::vector<std::uint32_t> exited_;               // per warp, a bit per lane
   Barrier barriers_[16];
+  std::vector<Mbarrier> mbarriers_;  // of the block
   Context main_;
   Stack fault_stack_;
   void* fault_address_ = nullptr;

@@ -17,7 +17,7 @@
 // What it refuses, naming block, thread, file and line
 //   barriers and collectives that some threads miss, meet from another line, or left the kernel
 //   before; part of a warp in a named barrier; a shuffle from outside of the mask; cp.async and
-//   ldmatrix addresses out of range or unaligned; a cp.async never waited for; writes just outside
+//   ldmatrix addresses out of range or unaligned; a cp.async or bulk copy never waited for; writes just outside
 //   of shared memory, memory faults; more than 48 KB without `raise_shared_limit`.
 // What it turns into wrong results (NaN, huge integers) that a test sees
 //   shared memory read before it is written; a cp.async destination before its wait; with some

@@ -42,6 +42,37 @@ __global__ void copy_sum(const std::uint32_t* in, std::uint32_t* out, int stages
   out[ptx::thread()] = sum;
 }
 
+/// Rounds of two bulk copies of a row each, one by each of the first two warps, into two stages;
+/// out[round] is the sum of both rows, if `Awaited`.
+template <bool Awaited>
+__global__ void bulk_sum(const int* in, int* out, int rounds) {
+  constexpr int kRow = 64;
+  int* shared = ptx::shared_memory<int>();
+  auto* barriers = reinterpret_cast<std::uint64_t*>(shared + 4 * kRow);
+  if (ptx::thread() == 0) {
+    for (int i = 0; i < 2; ++i) ptx::mbarrier_init(barriers + i, 2);
+    ptx::mbarrier_fence_init();
+  }
+  ptx::sync_block();
+  for (int round = 0; round < rounds; ++round) {
+    int* stage = shared + round % 2 * 2 * kRow;
+    if (ptx::warp() < 2 && ptx::lane() == 0) {
+      ptx::mbarrier_arrive_expect(barriers + round % 2, 4 * kRow);
+      ptx::bulk_copy(stage + ptx::warp() * kRow, in + (2 * round + ptx::warp()) * kRow, 4 * kRow,
+                     barriers + round % 2);
+    }
+    if (Awaited) ptx::mbarrier_wait(barriers + round % 2, static_cast<std::uint32_t>(round / 2 % 2));
+    int sum = ptx::thread() < 32 ? 0 : -1;
+    for (int i = ptx::lane(); i < 2 * kRow; i += 32) sum += stage[i];
+    for (int step = 16; step > 0; step /= 2) sum += ptx::shfl_xor(sum, step);
+    if (ptx::thread() == 0) out[round] = sum;
+    ptx::sync_block();
+  }
+  if (!Awaited) {  // it must end well but for its result
+    for (int i = 0; i < 2; ++i) ptx::mbarrier_wait(barriers + i, 0);
+  }
+}
+
 enum class Fault {
   kNone,
   kThreadSkipsBarrier,
@@ -58,6 +89,8 @@ enum class Fault {
   kPartnersWait,
   kNullPointer,
   kStackOverflow,
+  kBulkCopyNeverAwaited,
+  kBytesThatNeverCome,
 };
 
 __device__ int recurse(volatile int* depth) {
@@ -130,6 +163,18 @@ __global__ void broken(int fault, int* out) {
     case Fault::kStackOverflow:
       out[thread] = recurse(&out[thread]);
       break;
+    case Fault::kBulkCopyNeverAwaited:
+    case Fault::kBytesThatNeverCome: {
+      auto* barrier = reinterpret_cast<std::uint64_t*>(shared);
+      if (thread == 0) ptx::mbarrier_init(barrier, 1);
+      ptx::sync_block();
+      if (thread == 0) {
+        ptx::mbarrier_arrive_expect(barrier, 64);
+        ptx::bulk_copy(shared + 128, out, 32, barrier);
+      }
+      if (static_cast<Fault>(fault) == Fault::kBytesThatNeverCome) ptx::mbarrier_wait(barrier, 0);
+      break;
+    }
   }
   out[thread] = thread;
 }
@@ -155,7 +200,7 @@ __global__ void pass_on(const int* in, int* out, int rounds) {
     } else {
       ptx::sync_named(1, 64);
       out[i * 32 + ptx::lane()] = shared[31 - ptx::lane()];
-      ptx::sync_named(2, 64);
+      ptx::arrive_named(2, 64);  // the producer alone waits
     }
   }
 }
@@ -263,6 +308,12 @@ extern "C" int overstory_test_copy_sum(const std::uint32_t* rows, std::uint32_t*
   const std::size_t bytes = 16u * static_cast<unsigned>(threads * stages);
   auto kernel = wait == 0 ? copy_sum<0> : wait == 1 ? copy_sum<1> : copy_sum<4>;
   return launch(kernel, 1, threads, bytes, stream, rows, out, stages);
+}
+
+extern "C" int overstory_test_bulk_sum(const int* rows, int* out, int rounds, int awaited,
+                                       void* stream) {
+  return launch(awaited != 0 ? bulk_sum<true> : bulk_sum<false>, 1, 96, 4 * 64 * 4 + 16, stream,
+                rows, out, rounds);
 }
 
 extern "C" int overstory_test_broken(int fault, int* out, void* stream) {
