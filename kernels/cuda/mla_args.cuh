@@ -5,7 +5,9 @@
 
 #ifdef OVERSTORY_SIM
 #define OVERSTORY_UNROLL
+#define OVERSTORY_KEEP_LOOP
 #else
+#define OVERSTORY_KEEP_LOOP _Pragma("unroll 1")
 #define OVERSTORY_UNROLL _Pragma("unroll")
 #endif
 
@@ -30,9 +32,9 @@ struct Args {
   int64_t q_token_stride;
   int64_t q_head_stride;
   const void* kv;             // bf16 [slots, >= 576], stride in bytes, multiple of 16
-  int64_t kv_row_bytes;
+  uint32_t kv_row_bytes;
   const void* tail;           // the tail's keys, row = token; null: they are in kv at out_cache_loc
-  int64_t tail_row_bytes;
+  uint32_t tail_row_bytes;
   const void* kv_indptr;      // [bs + 1]
   const void* kv_indices;
   const void* qo_indptr;      // [bs + 1]; null: decode, request b has the one row b and no tail

@@ -36,52 +36,55 @@ int heads_shift_of(int heads) {
 int64_t partial_floats(int tiles, int blocks) { return int64_t{2} * blocks * tiles * 8 * kValues; }
 int64_t stats_floats(int tiles, int blocks) { return int64_t{2} * blocks * tiles * 8 * 2; }
 
-template <int kTiles>
+template <int kTiles, Flow kFlow>
 int launch_attention(const Args& args, void* stream) {
   constexpr int kStages = stages_for(kTiles);
-  constexpr int kBytes = Layout<kTiles, kStages>::kBytes;
-  if (int error = raise_shared_limit<attention<kTiles, kStages>>(kBytes)) return error;
-  return launch(attention<kTiles, kStages>, dim3(args.blocks), kThreads, kBytes, stream, args);
+  constexpr int kBytes = Layout<kTiles, kStages, kFlow>::kBytes;
+  if (int error = raise_shared_limit<attention<kTiles, kStages, kFlow>>(kBytes)) return error;
+  return launch(attention<kTiles, kStages, kFlow>, dim3(args.blocks), kThreads, kBytes, stream,
+                args);
 }
 
-template <int kTiles>
+template <int kTiles, Flow kFlow>
 int blocks_per_sm() {
 #ifdef OVERSTORY_SIM
   return 1;
 #else
   constexpr int kStages = stages_for(kTiles);
-  constexpr int kBytes = Layout<kTiles, kStages>::kBytes;
-  if (raise_shared_limit<attention<kTiles, kStages>>(kBytes)) return 0;
+  constexpr int kBytes = Layout<kTiles, kStages, kFlow>::kBytes;
+  if (raise_shared_limit<attention<kTiles, kStages, kFlow>>(kBytes)) return 0;
   int blocks = 0;
-  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, attention<kTiles, kStages>, kThreads,
-                                                kBytes);
+  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, attention<kTiles, kStages, kFlow>,
+                                                kThreads, kBytes);
   return blocks;
 #endif
 }
 
-// Calls f.template operator()<tiles>() for a number known at run time; C++17 has no such lambdas.
+// Calls f.template run<tiles, flow>() for numbers known at run time; C++17 has no such lambdas.
 template <int kTiles, typename F>
-int with_tiles(int tiles, const F& f) {
+int with_tiles(int tiles, Flow flow, const F& f) {
   if constexpr (kTiles == 0) {
     return kInvalid;
   } else {
-    return tiles == kTiles ? f.template run<kTiles>() : with_tiles<kTiles - 1>(tiles, f);
+    if (tiles != kTiles) return with_tiles<kTiles - 1>(tiles, flow, f);
+    return flow == Flow::pipelined ? f.template run<kTiles, Flow::pipelined>()
+                                   : f.template run<kTiles, Flow::two_phases>();
   }
 }
 
 struct Attend {
   const Args& args;
   void* stream;
-  template <int kTiles>
+  template <int kTiles, Flow kFlow>
   int run() const {
-    return launch_attention<kTiles>(args, stream);
+    return launch_attention<kTiles, kFlow>(args, stream);
   }
 };
 
 struct CountBlocks {
-  template <int kTiles>
+  template <int kTiles, Flow kFlow>
   int run() const {
-    return blocks_per_sm<kTiles>();
+    return blocks_per_sm<kTiles, kFlow>();
   }
 };
 
@@ -100,12 +103,12 @@ int launch_combine(const Args& args, int tiles, void* stream) {
                           combine_bytes(args.blocks), stream, args, tiles);
 }
 
-int attend(Args& args, int heads, int max_q, void* workspace, int64_t workspace_bytes,
+int attend(Args& args, int heads, int max_q, int flow, void* workspace, int64_t workspace_bytes,
            void* stream) {
   args.heads_shift = heads_shift_of(heads);
   if (args.heads_shift < 0 || max_q < 1 || max_q > kMaxTail || args.blocks < 1 ||
-      args.min_chunk < 0 || !(args.scale_log2 > 0.0f) || args.kv_row_bytes % 16 != 0 ||
-      args.tail_row_bytes % 16 != 0) {
+      args.min_chunk < 0 || flow < 0 || flow > 1 || !(args.scale_log2 > 0.0f) ||
+      args.kv_row_bytes % 16 != 0 || args.tail_row_bytes % 16 != 0) {
     return kInvalid;
   }
   if (args.bs == 0 || args.tokens == 0) return 0;
@@ -114,8 +117,14 @@ int attend(Args& args, int heads, int max_q, void* workspace, int64_t workspace_
   if (workspace_bytes < 4 * (partial + stats_floats(tiles, args.blocks))) return kInvalid;
   args.partial = static_cast<float*>(workspace);
   args.stats = args.partial + partial;
-  if (int error = with_tiles<kMaxTiles>(tiles, Attend{args, stream})) return error;
+  const Attend attend{args, stream};
+  if (int error = with_tiles<kMaxTiles>(tiles, static_cast<Flow>(flow), attend)) return error;
   return launch_combine(args, tiles, stream);
+}
+
+// Of a stride in elements; what `attend` refuses if it does not fit.
+uint32_t row_bytes(int64_t stride) {
+  return stride >= 0 && stride <= INT32_MAX ? static_cast<uint32_t>(stride * 2) : 1;
 }
 
 constexpr float kLog2E = 1.44269504088896341f;
@@ -127,7 +136,7 @@ constexpr float kLog2E = 1.44269504088896341f;
 // the number of multiprocessors it is the `blocks` to launch with. 0: the device refuses.
 extern "C" int overstory_attention_blocks_per_sm(int heads, int max_q) {
   using namespace overstory::mla;
-  return with_tiles<kMaxTiles>(tiles_for(heads, max_q), CountBlocks{});
+  return with_tiles<kMaxTiles>(tiles_for(heads, max_q), Flow::pipelined, CountBlocks{});
 }
 
 // Bytes of workspace that a launch with these numbers needs.
@@ -151,6 +160,7 @@ extern "C" int overstory_attention_workspace(int heads, int max_q, int blocks) {
 //   max_q        no request has more rows, 1..64
 //   blocks       of the attention kernel
 //   min_chunk    granules of 16 keys that a block takes at least; 0: chosen on the device
+//   flow         a Flow (mla_layout.cuh)
 // Rows of tokens that no request owns become 0 (lse -inf).
 extern "C" int overstory_verify_attention(
     const void* q, int64_t q_token_stride, int64_t q_head_stride, const void* kv,
@@ -159,16 +169,16 @@ extern "C" int overstory_verify_attention(
     int qo_indptr_bytes, const void* out_cache_loc, int out_cache_loc_bytes,
     const void* mask_bytes, const void* mask_indptr, const void* mask_words, int causal, void* out,
     void* lse, void* workspace, int64_t workspace_bytes, int bs, int tokens, int heads, int max_q,
-    float scale, int blocks, int min_chunk, void* stream) {
+    float scale, int blocks, int min_chunk, int flow, void* stream) {
   using namespace overstory::mla;
   Args args{};
   args.q = q;
   args.q_token_stride = q_token_stride;
   args.q_head_stride = q_head_stride;
   args.kv = kv;
-  args.kv_row_bytes = kv_row_stride * 2;
+  args.kv_row_bytes = row_bytes(kv_row_stride);
   args.tail = tail;
-  args.tail_row_bytes = tail_row_stride * 2;
+  args.tail_row_bytes = row_bytes(tail_row_stride);
   args.kv_indptr = kv_indptr;
   args.wide_kv_indptr = kv_indptr_bytes == 8;
   args.kv_indices = kv_indices;
@@ -191,7 +201,7 @@ extern "C" int overstory_verify_attention(
   args.tokens = tokens;
   args.blocks = blocks;
   args.min_chunk = min_chunk;
-  return attend(args, heads, max_q, workspace, workspace_bytes, stream);
+  return attend(args, heads, max_q, flow, workspace, workspace_bytes, stream);
 }
 
 // One row per request, which sees all of its slots; arguments as above.
@@ -199,14 +209,14 @@ extern "C" int overstory_decode_attention(
     const void* q, int64_t q_token_stride, int64_t q_head_stride, const void* kv,
     int64_t kv_row_stride, const void* kv_indptr, int kv_indptr_bytes, const void* kv_indices,
     int kv_indices_bytes, void* out, void* lse, void* workspace, int64_t workspace_bytes, int bs,
-    int heads, float scale, int blocks, int min_chunk, void* stream) {
+    int heads, float scale, int blocks, int min_chunk, int flow, void* stream) {
   using namespace overstory::mla;
   Args args{};
   args.q = q;
   args.q_token_stride = q_token_stride;
   args.q_head_stride = q_head_stride;
   args.kv = kv;
-  args.kv_row_bytes = kv_row_stride * 2;
+  args.kv_row_bytes = row_bytes(kv_row_stride);
   args.kv_indptr = kv_indptr;
   args.wide_kv_indptr = kv_indptr_bytes == 8;
   args.kv_indices = kv_indices;
@@ -219,5 +229,5 @@ extern "C" int overstory_decode_attention(
   args.tokens = bs;
   args.blocks = blocks;
   args.min_chunk = min_chunk;
-  return attend(args, heads, 1, workspace, workspace_bytes, stream);
+  return attend(args, heads, 1, flow, workspace, workspace_bytes, stream);
 }

@@ -8,6 +8,7 @@
 // half of the tiles, and owns the output columns [64 w, +64) of all tiles.
 #pragma once
 
+#include "mla_keys.cuh"
 #include "mla_layout.cuh"
 #include "mla_schedule.cuh"
 #include "ptx.cuh"
@@ -19,78 +20,8 @@ constexpr float kMinusInfinity = -__builtin_huge_valf();
 // stay below 2^8, and their relative precision in bf16 is the same.
 constexpr float kSlack = 8.0f;
 
-// A block's share of an item. In shared memory, because registers are scarce.
-struct alignas(16) Piece {
-  int64_t first_index;  // of the request's prefix
-  int prefix, keys;     // of the request; keys with the tail
-  int begin, end;       // granules
-  int plain_end;        // of those with keys of the prefix only
-  int request;
-  int tokens;           // of the request
-  int first_token;      // row of q
-  int first_row;        // of the row tile, within the request
-  int whole;            // the piece is all of its item: no combining
-  int slot;             // otherwise, where the part goes
-  int next_unit, end_unit;  // of the block
-  int wide_out_cache_loc;
-};
-
-// Where a key is: >= 0 a slot of the cache, kNoKey, or <= kDenseTail a row of args.tail.
-constexpr int kNoKey = -1;
-constexpr int kDenseTail = -2;
-
-__device__ __forceinline__ int locate_key(const Args& args, const Piece& piece, int key) {
-  if (key < piece.prefix) {
-    return static_cast<int>(load_index(args.kv_indices, args.wide_kv_indices, piece.first_index + key));
-  }
-  if (key >= piece.keys) return kNoKey;
-  const int token = piece.first_token + key - piece.prefix;
-  if (args.tail != nullptr) return kDenseTail - token;
-  return static_cast<int>(load_index(args.out_cache_loc, piece.wide_out_cache_loc != 0, token));
-}
-
-// This thread's part (16 threads a key) of a granule; zeros where there is no key, because a weight
-// of 0 does not silence NaN. `where`: of the key granule * 16 + thread / 16.
-__device__ __forceinline__ void load_key(const Args& args, char* stage, int where, int thread) {
-  const int part = thread & 15;
-  const char* row = static_cast<const char*>(args.kv);
-  if (where >= 0) row += where * args.kv_row_bytes;
-  if (where <= kDenseTail) {
-    row = static_cast<const char*>(args.tail) + (kDenseTail - where) * args.tail_row_bytes;
-  }
-  const bool valid = where != kNoKey;
-  char* to = stage + (thread >> 4) * kRowBytes + part * 16;
-  row += part * 16;
-  OVERSTORY_UNROLL
-  for (int i = 0; i < 4; ++i) ptx::cp_async_16(to + i * 256, row + i * 256, valid);
-  if (part < 8) ptx::cp_async_16(to + 1024, row + 1024, valid);
-}
-
-// Not 0 if one of two bf16 is an infinity or NaN: one more in the exponent reaches the sign.
-__device__ __forceinline__ uint32_t not_finite(uint32_t pair) {
-  return ((pair & 0x7fff7fffu) + 0x00800080u) & 0x80008000u;
-}
-
-// Tail keys are seen by some rows only. Zeros in place of a key that is not finite keep it from the
-// others; the rows that see it get NaN from its score (`broken`).
-__device__ __forceinline__ void isolate_broken_keys(const Piece& piece, int granule, char* stage,
-                                                    int thread, uint8_t* broken) {
-  const int key = thread >> 4, part = thread & 15;
-  const bool in_tail = granule * kGranule + key >= piece.prefix;
-  char* row = stage + key * kRowBytes + part * 16;
-  uint32_t bad = 0;
-  for (int i = 0; i < (part < 8 ? 5 : 4); ++i) {
-    const uint4 v = *reinterpret_cast<const uint4*>(row + i * 256);
-    bad |= not_finite(v.x) | not_finite(v.y) | not_finite(v.z) | not_finite(v.w);
-  }
-  const uint32_t votes = ptx::ballot(bad != 0 && in_tail);
-  const bool key_bad = ((votes >> (thread & 16)) & 0xffffu) != 0;
-  if (key_bad) {
-    for (int i = 0; i < (part < 8 ? 5 : 4); ++i) {
-      *reinterpret_cast<uint4*>(row + i * 256) = make_uint4(0, 0, 0, 0);
-    }
-  }
-  if (part == 0) broken[key] = key_bad ? 1 : 0;
+__device__ __forceinline__ float natural_lse(float m, float l) {
+  return l == 0.0f ? kMinusInfinity : (m + log2f(l)) * 0.693147180559945f;
 }
 
 // Which tail rows each token of the row tile sees, one 64-bit word each.
@@ -119,15 +50,20 @@ __device__ __forceinline__ void load_visible(const Args& args, const Piece& piec
   }
 }
 
-template <int kTiles, int kStages>
+template <int kTiles, int kStages, Flow kFlow>
 struct Block {
-  using L = Layout<kTiles, kStages>;
+  using L = Layout<kTiles, kStages, kFlow>;
+  // Granules that are copied to L2 ahead of those that are copied to shared memory: with three
+  // stages those alone would wait for memory.
+  static constexpr int kAhead = kStages <= 3 ? 2 : 0;
 
   char* shared;
   int own_warp;                                // ptx::warp(), known to be the same in all lanes
   float o[kTiles][4][4];                       // O^T fragments: 4 blocks of 16 columns
   uint32_t q[kStepsQK][L::kPairs + 1][2];      // Q^T fragments, the odd tile's last
-  float4 state;                                // of the tile `warp`
+  float4 state;                                // of the tile `own_tile`
+  float4 own_part;                             // of its scores
+  int ring = 0;  // pipelined: stage of the granule at hand, + kStages every other time around
 
   __device__ __forceinline__ static int thread() {
     return L::kTight ? ptx::computed_here(ptx::thread()) : ptx::thread();
@@ -168,7 +104,7 @@ struct Block {
   __device__ __forceinline__ static constexpr int place_of(int step, int j) {
     if (!L::kFull) return -1;
     if (j == L::kPairs) return step;
-    const int spared = step - (kStepsQK - kStepsSpared);
+    const int spared = step - (kStepsQK - L::kSpared);
     return j == L::kPairs - 1 && spared >= 0 ? kStepsOdd + spared : -1;
   }
 
@@ -180,8 +116,15 @@ struct Block {
     }
   }
 
+  // A warp's j-th tile of its half: that which it owns, if it does, is the first.
+  __device__ __forceinline__ int tile_of(int j) const {
+    if (!L::kOwn) return j;
+    const int tile = (warp() & 3) + j;
+    return L::kPairs == 4 ? tile & 3 : tile % (L::kPairs > 0 ? L::kPairs : 1);
+  }
+
   __device__ __forceinline__ void load_pair_queries(const Args& args, int j) {
-    const uint16_t* from = query(args, half() * L::kPairs + j);
+    const uint16_t* from = query(args, half() * L::kPairs + tile_of(j));
     OVERSTORY_UNROLL
     for (int step = 0; step < kStepsQK; ++step) {
       keep_query(step, j, load_pair(from, step * 16), load_pair(from, step * 16 + 8));
@@ -253,24 +196,35 @@ struct Block {
     if (kPaired) {
       OVERSTORY_UNROLL
       for (int j = 0; j < L::kPairs; ++j) {
-        const int part = (kHalf * L::kPairs + j) * 4 + (warp() & 3);
-        to[part * 32] = make_float4(s[j][0], s[j][1], s[j][2], s[j][3]);
+        const float4 part = make_float4(s[j][0], s[j][1], s[j][2], s[j][3]);
+        const int columns = warp() & 3, tile = tile_of(j);
+        if (L::kOwn && j == 0) {
+          own_part = part;
+          if (L::kPairs == 4 || columns < L::kPairs) continue;
+        }
+        // Any place of the tile's that no other warp takes.
+        const int place = !L::kOwn           ? columns
+                          : L::kPairs == 4 ? j - 1
+                          : columns > tile ? columns - 1
+                                           : columns;
+        to[((kHalf * L::kPairs + tile) * L::kParts + place) * 32] = part;
       }
     }
     if (kOdd) {
       const float* last = s[L::kPairs];
-      to[(L::kPairs * 8 + warp()) * 32] = make_float4(last[0] + other[0], last[1] + other[1],
-                                                      last[2] + other[2], last[3] + other[3]);
+      to[(L::kPairs * 2 * L::kParts + warp()) * 32] = make_float4(
+          last[0] + other[0], last[1] + other[1], last[2] + other[2], last[3] + other[3]);
     }
   }
 
   // Scores of a tile: this lane has keys g and g + 8, rows 2t and 2t + 1 (g = lane / 4, t = lane % 4).
   __device__ __forceinline__ float4 add_parts(int tile, bool odd) const {
-    const float4* from = at<float4>(L::kScores) + tile * 4 * 32 + lane();
-    float4 s = from[0];
+    const float4* from = at<float4>(L::kScores) + tile * L::kParts * 32 + lane();
+    float4 s = L::kOwn && !odd ? own_part : from[0];
     OVERSTORY_UNROLL
-    for (int part = 1; part < 8; ++part) {
-      if (part >= 4 && !odd) break;
+    for (int part = 0; part < 8; ++part) {
+      if (part == 0 && (!L::kOwn || odd)) continue;
+      if (part >= L::kParts && !odd) break;
       const float4 more = from[part * 32];
       s.x += more.x, s.y += more.y, s.z += more.z, s.w += more.w;
     }
@@ -403,14 +357,15 @@ struct Block {
 
   __device__ __forceinline__ void multiply_values(const char* keys, int granule) {
     const int parity = granule & 1;
-    const uint8_t* moved = at<uint8_t>(L::kMoved) + parity * 16;
-    if (any_moved(moved)) rescale(moved, at<float2>(L::kScaling) + parity * kTiles * 4);
     const int matrix = lane() >> 3;
     const char* from = keys + ((lane() & 7) + (matrix >> 1) * 8) * kRowBytes +
                        (matrix & 1) * 16 + warp() * 128;
     uint32_t v[4][4];
     OVERSTORY_UNROLL
     for (int block = 0; block < 4; ++block) ptx::ldmatrix_x4_trans(v[block], from + block * 32);
+    // After those: the branch waits for them all the same.
+    const uint8_t* moved = at<uint8_t>(L::kMoved) + parity * 16;
+    if (any_moved(moved)) rescale(moved, at<float2>(L::kScaling) + parity * kTiles * 4);
     const char* weights = at<char>(L::kWeights + parity * L::kWeightBytes);
     OVERSTORY_UNROLL
     for (int tile = 0; tile + 1 < kTiles; tile += 2) {
@@ -444,9 +399,163 @@ struct Block {
     }
   }
 
-  // State, queries, and the first granules on their way: slots first, keys as soon as those are
-  // there, and meanwhile the first queries.
-  __device__ __forceinline__ void begin(const Args& args, int granule, int& where) {
+  // Before the first granule: queries of the pairs from `first` on, state, masks.
+  __device__ __forceinline__ void prepare(const Args& args, int first) {
+    OVERSTORY_UNROLL
+    for (int j = first; j < L::kPairs; ++j) load_pair_queries(args, j);
+    if (L::kOdd) load_odd_queries(args);
+    const float high[2] = {kMinusInfinity, kMinusInfinity}, sum[2] = {0.0f, 0.0f};
+    if (has_tile()) store_state(own_tile(), high, sum);
+    if (L::kFull && warp() == 4) store_state(kTiles - 1, high, sum);
+    if (thread() < 32) at<uint8_t>(L::kMoved)[thread()] = 0;
+    if (piece().end * kGranule > piece().prefix) {
+      load_visible<kTiles>(args, piece(), thread(), at<uint64_t>(L::kVisible));
+    }
+  }
+
+  // ---- one barrier a granule
+  //
+  // Between two barriers a warp multiplies values of the granule before and makes weights of this
+  // one; halves in different order, so that one half waits on its softmax while the other keeps the
+  // tensor cores busy:
+  //   first half    scores (i), | softmax (i), values (i - 1)
+  //   second half   values (i - 1), scores (i), | softmax (i)       |: a barrier of the half alone
+
+  __device__ __forceinline__ int ring_stage(int ahead) const {
+    const int at = ring + ahead;
+    return at >= 2 * kStages ? at - 2 * kStages : at >= kStages ? at - kStages : at;
+  }
+  __device__ __forceinline__ uint64_t* landed(int i) const { return at<uint64_t>(L::kLanded) + i; }
+  __device__ __forceinline__ void wait_for_keys() const {
+    ptx::mbarrier_wait(landed(ring_stage(0)), ring >= kStages ? 1 : 0);
+  }
+
+  // Each warp fetches the keys 2w and 2w + 1 of a granule. Its lanes hold the addresses of those of
+  // 16 granules, found eight granules or more ahead: lane / 2 is a granule's number modulo 16.
+  __device__ __forceinline__ int locate_ahead(const Args& args, int first) const {
+    const int granule = piece().begin + first + (lane() >> 1);
+    const int key = granule * kGranule + warp() * 2 + (lane() & 1);
+    return locate_key(args, piece(), key);
+  }
+  __device__ __forceinline__ static bool holds(int count) {
+    return ((lane() >> 1) ^ (count & 15)) == 0;
+  }
+
+  // Granule number `count` of the piece, to its stage, which has been free since a barrier.
+  __device__ __forceinline__ void fetch(const Args& args, int count, int to,
+                                        int& ahead) const {
+    if (holds(count)) {
+      fetch_key(stage(to) + (warp() * 2 + (lane() & 1)) * kRowBytes, row_of(args, ahead),
+                landed(to));
+    }
+    if ((count & 7) == 7) {
+      // The lanes of the last eight granules go on to those 16 later.
+      const int first = count + ((count & 8) == 0 ? 9 : 1);
+      if (((lane() >> 4) != 0) == ((count & 8) != 0)) ahead = locate_ahead(args, first);
+    }
+  }
+  __device__ __forceinline__ static void prefetch(const Args& args, int count,
+                                                      int ahead) {
+    if (holds(count) && ahead != kNoKey) ptx::bulk_prefetch(row_of(args, ahead), kKeyBytes);
+  }
+
+  // `count` granules of the piece lie before the one at hand, and `end` is their number in all.
+  __device__ __forceinline__ void fetch_ahead(const Args& args, int count, int end,
+                                              int& ahead) const {
+    if (count < 2) return;  // all stages have been filled already
+    const int next = count + kStages - 2;
+    if (kAhead > 0 && next + kAhead < end) prefetch(args, next + kAhead, ahead);
+    if (next < end) fetch(args, next, ring_stage(kStages - 2), ahead);
+  }
+
+  __device__ __forceinline__ void begin_pipelined(const Args& args, int count,
+                                                  int& ahead) {
+    ahead = locate_ahead(args, 0);
+    OVERSTORY_UNROLL
+    for (int i = 0; i < kStages; ++i) {
+      if (i < count) fetch(args, i, ring_stage(i), ahead);
+    }
+    OVERSTORY_UNROLL
+    for (int i = kStages; i < kStages + kAhead; ++i) {
+      if (i < count) prefetch(args, i, ahead);
+    }
+    prepare(args, 0);
+    ptx::sync_block();
+    clear_outputs();
+  }
+
+  template <int kHalf>
+  __device__ __forceinline__ void score_half() {
+    // Nine tiles' scores at a time would be some registers too many.
+    constexpr bool kTogether = L::kOdd && !L::kFull;
+    const char* keys = stage(ring_stage(0));
+    if (L::kPairs > 0 || kTogether) multiply_scores<kHalf, (L::kPairs > 0), kTogether>(keys);
+    if (L::kFull) multiply_scores<kHalf, false, true>(keys);
+    // The second half adds up the odd tile, with parts of both.
+    if (kHalf == 0) {
+      if (L::kOdd) ptx::arrive_named(2, kThreads);
+      if (L::kPairs > 0) ptx::sync_named(1, kThreads / 2);
+    } else {
+      ptx::sync_named(2, L::kOdd ? kThreads : kThreads / 2);
+    }
+  }
+
+  struct Range {
+    int begin, plain_end, end;
+  };
+  __device__ __forceinline__ Range range() const {
+    return {piece().begin, piece().plain_end, piece().end};
+  }
+
+  template <bool kTail>
+  __device__ __forceinline__ void step_pipelined(const Args& args, int granule, const Range& kept,
+                                                 int& ahead) {
+    const Range now = L::kTight ? range() : kept;
+    fetch_ahead(args, granule - now.begin, now.end - now.begin, ahead);
+    if (kTail) {
+      wait_for_keys();
+      isolate(granule, ring_stage(0));
+    }
+    const char* before = stage(ring_stage(kStages - 1));
+    if (half() == 0) {
+      if (!kTail) wait_for_keys();
+      score_half<0>();
+      softmax_half<0, kTail>(args, granule);
+      if (granule > now.begin) multiply_values(before, granule - 1);
+    } else {
+      if (granule > now.begin) multiply_values(before, granule - 1);
+      if (!kTail) wait_for_keys();
+      score_half<1>();
+      softmax_half<1, kTail>(args, granule);
+    }
+    ptx::sync_block();
+    ring = ring + 1 == 2 * kStages ? 0 : ring + 1;
+  }
+
+  __device__ __forceinline__ void run_pipelined(const Args& args) {
+    int ahead;
+    begin_pipelined(args, piece().end - piece().begin, ahead);
+    // Again and again from shared memory where registers are scarce.
+    const Range kept = range();
+    const auto now = [&] { return L::kTight ? range() : kept; };
+    int granule = kept.begin;
+    for (; granule < now().plain_end; ++granule) step_pipelined<false>(args, granule, kept, ahead);
+    for (; granule < now().end; ++granule) step_pipelined<true>(args, granule, kept, ahead);
+    multiply_values(stage(ring_stage(kStages - 1)), granule - 1);
+  }
+
+  // ---- two barriers a granule
+  //
+  // Two phases of equal length, in which one half of the warps waits on its softmax while the other
+  // keeps the tensor cores busy:
+  //             first half of the warps          second half
+  //   phase 1   weights of its tiles             scores of its tiles
+  //             values of the granule before     values of the granule before
+  //   phase 2   scores of its tiles, one on      weights of its tiles
+
+  // The first granules on their way: slots first, keys as soon as those are there, and meanwhile
+  // the first queries.
+  __device__ __forceinline__ void begin_phases(const Args& args, int granule, int& where) {
     const int key = granule * kGranule + (thread() >> 4);
     int first[kStages - 1];
     OVERSTORY_UNROLL
@@ -460,16 +569,7 @@ struct Block {
       if (granule + i < piece().end) load_key(args, stage(i), first[i], thread());
       ptx::cp_async_commit();
     }
-    OVERSTORY_UNROLL
-    for (int j = 1; j < L::kPairs; ++j) load_pair_queries(args, j);
-    if (L::kOdd) load_odd_queries(args);
-    const float high[2] = {kMinusInfinity, kMinusInfinity}, sum[2] = {0.0f, 0.0f};
-    store_state(own_tile(), high, sum);
-    if (L::kFull && warp() == 4) store_state(kTiles - 1, high, sum);
-    if (thread() < 32) at<uint8_t>(L::kMoved)[thread()] = 0;
-    if (piece().end * kGranule > piece().prefix) {
-      load_visible<kTiles>(args, piece(), thread(), at<uint64_t>(L::kVisible));
-    }
+    prepare(args, 1);
   }
 
   // This thread's key of a granule to its stage, which has been free since a barrier; `where` it
@@ -482,15 +582,10 @@ struct Block {
     ptx::cp_async_commit();
   }
 
-  // A granule in two phases of equal length, in which one half of the warps waits on its softmax
-  // while the other keeps the tensor cores busy:
-  //             first half of the warps          second half
-  //   phase 1   weights of its tiles             scores of its tiles
-  //             values of the granule before     values of the granule before
-  //   phase 2   scores of its tiles, one on      weights of its tiles
   // `now`: the granule's stage.
   template <bool kTail>
-  __device__ __forceinline__ void step(const Args& args, int granule, int& now, int& where) {
+  __device__ __forceinline__ void step_phases(const Args& args, int granule, int& now,
+                                              int& where) {
     if (half() == 0) {
       if (L::kOdd) multiply_scores<0, false, true>(stage(now));
       softmax_half<0, kTail>(args, granule);
@@ -505,7 +600,7 @@ struct Block {
     ptx::sync_block();  // the next granule is there; the stage before is free
     const int after = now + 1 == kStages ? 0 : now + 1;
     const bool more = granule + 1 < piece().end;
-    if (more) isolate(granule + 1, after);
+    if (more) isolate_in_tail(granule + 1, after);
     load_ahead(args, granule + kStages - 1, before, where);
     if (half() == 0) {
       if (more) multiply_scores<0, true, false>(stage(after));
@@ -518,28 +613,38 @@ struct Block {
 
   // Before anybody reads a granule of the tail, a barrier on its own.
   __device__ __forceinline__ void isolate(int granule, int at_stage) {
-    if (granule < piece().prefix / kGranule) return;
     isolate_broken_keys(piece(), granule, stage(at_stage), thread(),
                         at<uint8_t>(L::kBroken) + granule % 2 * 16);
     ptx::sync_block();
   }
+  __device__ __forceinline__ void isolate_in_tail(int granule, int at_stage) {
+    if (granule >= piece().prefix / kGranule) isolate(granule, at_stage);
+  }
 
-  // The piece in shared memory.
-  __device__ __forceinline__ void run(const Args& args) {
+  __device__ __forceinline__ void run_phases(const Args& args) {
     int granule = piece().begin;
     int where;
-    begin(args, granule, where);
+    begin_phases(args, granule, where);
     ptx::cp_async_wait<kStages - 2>();
     ptx::sync_block();
-    isolate(granule, 0);
+    isolate_in_tail(granule, 0);
     if (half() == 0) multiply_scores<0, true, false>(stage(0));
     ptx::sync_block();
     clear_outputs();
     int now = 0;
-    for (; granule < piece().plain_end; ++granule) step<false>(args, granule, now, where);
-    for (; granule < piece().end; ++granule) step<true>(args, granule, now, where);
+    for (; granule < piece().plain_end; ++granule) step_phases<false>(args, granule, now, where);
+    for (; granule < piece().end; ++granule) step_phases<true>(args, granule, now, where);
     multiply_values(stage(now == 0 ? kStages - 1 : now - 1), granule - 1);
     ptx::cp_async_wait<0>();
+  }
+
+  // The piece in shared memory.
+  __device__ __forceinline__ void run(const Args& args) {
+    if constexpr (kFlow == Flow::pipelined) {
+      run_pipelined(args);
+    } else {
+      run_phases(args);
+    }
     finish(args);
   }
 
@@ -568,10 +673,6 @@ struct Block {
     float* lse = args.lse + (int64_t{piece().first_token} << args.heads_shift);
     lse[row] = natural_lse(m[0], l[0]);
     lse[row + 1] = natural_lse(m[1], l[1]);
-  }
-
-  __device__ __forceinline__ static float natural_lse(float m, float l) {
-    return l == 0.0f ? kMinusInfinity : (m + log2f(l)) * 0.693147180559945f;
   }
 
   __device__ __forceinline__ void write_partial(const Args& args) const {
@@ -654,7 +755,7 @@ __device__ __forceinline__ void make_piece(const Args& args, int tiles, int unit
   ptx::sync_block();
 }
 
-template <int kTiles, int kStages>
+template <int kTiles, int kStages, Flow kFlow>
 __global__ void __launch_bounds__(kThreads, kTiles <= 3 ? 2 : 1) attention(const Args args) {
   ptx::pdl_launch_dependents();
   int total = 0, ignored = 0;
@@ -663,9 +764,13 @@ __global__ void __launch_bounds__(kThreads, kTiles <= 3 ? 2 : 1) attention(const
   const int begin = ptx::block() * chunk;
   const int end = begin + chunk < total ? begin + chunk : total;
   if (begin >= end) return;
-  Block<kTiles, kStages> block;
+  Block<kTiles, kStages, kFlow> block;
   block.shared = ptx::shared_memory<char>();
   block.own_warp = ptx::shfl(ptx::warp(), 0);
+  if (kFlow == Flow::pipelined && ptx::thread() == 0) {
+    for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(block.landed(i), kGranule);
+    ptx::mbarrier_fence_init();
+  }
   Piece& piece = block.piece();
   make_piece(args, kTiles, begin, end, piece);
   while (true) {

@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kThreads) combine(const Args args, int tiles) 
   const int left = (place.request.tokens << args.heads_shift) - tile * 8;
   const int rows = left < 8 ? left : 8;
   if (args.lse != nullptr && ptx::block_y() == 0 && ptx::thread() < rows) {
-    args.lse[first_row + ptx::thread()] = Block<1, 2>::natural_lse(total.x, total.y);
+    args.lse[first_row + ptx::thread()] = natural_lse(total.x, total.y);
   }
   add_parts(args, parts, batch, weights, sums, inverse, first_row, rows);
 }

@@ -30,6 +30,7 @@ def check_verify(
     max_q: int,
     blocks: int,
     min_chunk: int,
+    flow: int,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     workspace: torch.Tensor | None,
@@ -58,7 +59,8 @@ def check_verify(
         _check_rows("tail", tail, q)
         if tail.shape[0] != tokens:
             raise ValueError(f"tail has {tail.shape[0]} rows; q has {tokens}")
-    _check_common(q, kv, kv_indices, scale, v_head_dim, blocks, min_chunk, out, lse, workspace)
+    numbers = (blocks, min_chunk, flow)
+    _check_common(q, kv, kv_indices, scale, v_head_dim, numbers, out, lse, workspace)
 
 
 def check_decode(
@@ -70,13 +72,15 @@ def check_decode(
     v_head_dim: int,
     blocks: int,
     min_chunk: int,
+    flow: int,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     workspace: torch.Tensor | None,
 ) -> None:
     """Raises ValueError where the arguments of `decode_attention` do not fit."""
     check_tensor("kv_indptr", kv_indptr, [q.shape[0] + 1], INTS, q.device)
-    _check_common(q, kv, kv_indices, scale, v_head_dim, blocks, min_chunk, out, lse, workspace)
+    numbers = (blocks, min_chunk, flow)
+    _check_common(q, kv, kv_indices, scale, v_head_dim, numbers, out, lse, workspace)
 
 
 def check_kernel_limits(
@@ -109,8 +113,7 @@ def _check_common(
     kv_indices: torch.Tensor,
     scale: float,
     v_head_dim: int,
-    blocks: int,
-    min_chunk: int,
+    schedule: tuple[int, int, int],
     out: torch.Tensor,
     lse: torch.Tensor | None,
     workspace: torch.Tensor | None,
@@ -121,8 +124,10 @@ def _check_common(
         raise ValueError(f"columns of q are {q.stride(2)} elements apart; want 1")
     tokens, heads, width = q.shape
     check_range("v_head_dim", v_head_dim, 1, width)
-    check_range("blocks", blocks, 0, 1 << 16)
-    check_range("min_chunk", min_chunk, 0, 1 << 16)
+    for name, value, most in zip(
+        ("blocks", "min_chunk", "flow"), schedule, (1 << 16, 1 << 16, 1), strict=True
+    ):
+        check_range(name, value, 0, most)
     _check_rows("kv", kv, q)
     check_tensor("kv_indices", kv_indices, [None], INTS, q.device)
     check_tensor("out", out, [tokens, heads, v_head_dim], (q.dtype,), q.device)

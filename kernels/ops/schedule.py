@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -14,6 +15,10 @@ from overstory.kernels.cuda_library import KernelLibrary
 from overstory.kernels.errors import NoDeviceError
 
 _SIMULATED_BLOCKS = 3
+
+Flow = Literal["pipelined", "two_phases"]
+FLOWS: tuple[Flow, ...] = ("pipelined", "two_phases")
+"""In the order of `Flow` in cuda/mla_layout.cuh."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,9 @@ class Schedule:
     min_chunk: int
     """Granules of 16 keys that a block takes at least; 0: the kernel weighs the time of a share
     against that of putting the parts together, for the lengths at hand."""
+    flow: Flow = "pipelined"
+    """How a block works through its keys; results differ in nothing. `two_phases` is the first one
+    that was measured, kept to be compared with."""
 
 
 @functools.cache

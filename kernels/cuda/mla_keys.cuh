@@ -1,0 +1,110 @@
+// A block's share of the keys, where they are, and how they come to shared memory.
+#pragma once
+
+#include "mla_layout.cuh"
+#include "mla_schedule.cuh"
+#include "ptx.cuh"
+
+namespace overstory::mla {
+
+// A block's share of an item. In shared memory, because registers are scarce.
+struct alignas(16) Piece {
+  int64_t first_index;  // of the request's prefix
+  int prefix, keys;     // of the request; keys with the tail
+  int begin, end;       // granules
+  int plain_end;        // of those with keys of the prefix only
+  int request;
+  int tokens;           // of the request
+  int first_token;      // row of q
+  int first_row;        // of the row tile, within the request
+  int whole;            // the piece is all of its item: no combining
+  int slot;             // otherwise, where the part goes
+  int next_unit, end_unit;  // of the block
+  int wide_out_cache_loc;
+};
+
+// Where a key is: >= 0 a slot of the cache, kNoKey, or <= kDenseTail a row of args.tail.
+constexpr int kNoKey = -1;
+constexpr int kDenseTail = -2;
+
+__device__ __forceinline__ int locate_key(const Args& args, const Piece& piece, int key) {
+  if (key < piece.prefix) {
+    return static_cast<int>(load_index(args.kv_indices, args.wide_kv_indices, piece.first_index + key));
+  }
+  if (key >= piece.keys) return kNoKey;
+  const int token = piece.first_token + key - piece.prefix;
+  if (args.tail != nullptr) return kDenseTail - token;
+  return static_cast<int>(load_index(args.out_cache_loc, piece.wide_out_cache_loc != 0, token));
+}
+
+// Null for no key. One multiplication in the case that counts.
+__device__ __forceinline__ const char* row_of(const Args& args, int where) {
+  if (__builtin_expect(where >= 0, 1)) {
+    return static_cast<const char*>(args.kv) +
+           static_cast<uint64_t>(static_cast<uint32_t>(where)) * args.kv_row_bytes;
+  }
+  if (where == kNoKey) return nullptr;
+  return static_cast<const char*>(args.tail) +
+         static_cast<uint64_t>(static_cast<uint32_t>(kDenseTail - where)) * args.tail_row_bytes;
+}
+
+constexpr int kKeyBytes = 2 * kWidth;
+
+// A key by the copy engine, by the one thread that knows where it is; null for no key: zeros,
+// because a weight of 0 does not silence NaN. `landed` waits for an arrival for each key.
+__device__ __forceinline__ void fetch_key(char* to, const char* key, uint64_t* landed) {
+  if (__builtin_expect(key != nullptr, 1)) {
+    ptx::mbarrier_arrive_expect(landed, kKeyBytes);
+    ptx::bulk_copy(to, key, kKeyBytes, landed);
+    return;
+  }
+  OVERSTORY_KEEP_LOOP
+  for (int part = 0; part < kKeyBytes / 16; ++part) {
+    reinterpret_cast<uint4*>(to)[part] = make_uint4(0, 0, 0, 0);
+  }
+  ptx::fence_bulk();  // before a later granule
+  ptx::mbarrier_arrive_expect(landed, 0);
+}
+
+// This thread's part (16 threads a key) of a granule, by copies of all threads; zeros where there is
+// no key. `where`: of the key granule * 16 + thread / 16.
+__device__ __forceinline__ void load_key(const Args& args, char* stage, int where, int thread) {
+  const int part = thread & 15;
+  const bool valid = where != kNoKey;
+  const char* row = valid ? row_of(args, where) : static_cast<const char*>(args.kv);
+  char* to = stage + (thread >> 4) * kRowBytes + part * 16;
+  row += part * 16;
+  OVERSTORY_UNROLL
+  for (int i = 0; i < 4; ++i) ptx::cp_async_16(to + i * 256, row + i * 256, valid);
+  if (part < 8) ptx::cp_async_16(to + 1024, row + 1024, valid);
+}
+
+// Not 0 if one of two bf16 is an infinity or NaN: one more in the exponent reaches the sign.
+__device__ __forceinline__ uint32_t not_finite(uint32_t pair) {
+  return ((pair & 0x7fff7fffu) + 0x00800080u) & 0x80008000u;
+}
+
+// Tail keys are seen by some rows only. Zeros in place of a key that is not finite keep it from the
+// others; the rows that see it get NaN from its score (`broken`).
+__device__ __forceinline__ void isolate_broken_keys(const Piece& piece, int granule, char* stage,
+                                                    int thread, uint8_t* broken) {
+  const int key = thread >> 4, part = thread & 15;
+  const bool in_tail = granule * kGranule + key >= piece.prefix;
+  char* row = stage + key * kRowBytes + part * 16;
+  uint32_t bad = 0;
+  for (int i = 0; i < (part < 8 ? 5 : 4); ++i) {
+    const uint4 v = *reinterpret_cast<const uint4*>(row + i * 256);
+    bad |= not_finite(v.x) | not_finite(v.y) | not_finite(v.z) | not_finite(v.w);
+  }
+  const uint32_t votes = ptx::ballot(bad != 0 && in_tail);
+  const bool key_bad = ((votes >> (thread & 16)) & 0xffffu) != 0;
+  if (key_bad) {
+    for (int i = 0; i < (part < 8 ? 5 : 4); ++i) {
+      *reinterpret_cast<uint4*>(row + i * 256) = make_uint4(0, 0, 0, 0);
+    }
+    ptx::fence_bulk();
+  }
+  if (part == 0) broken[key] = key_bad ? 1 : 0;
+}
+
+}  // namespace overstory::mla
