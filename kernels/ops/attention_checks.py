@@ -11,6 +11,8 @@ WIDTH, VALUES = 576, 512
 HEADS = (2, 4, 8, 16)
 _ROW_BYTES = 16
 """Rows of the cache begin at multiples of this."""
+_MOST_BYTES_APART = 1 << 32
+"""Rows are less than this apart: the kernels multiply slots by 32 bits."""
 
 
 def check_verify(
@@ -103,8 +105,14 @@ def check_kernel_limits(
     if not scale > 0:
         raise ValueError(f"scale is {scale}; the kernels want it above 0")
     for name, rows in keys.items():
-        if rows is not None and rows.stride(0) * rows.element_size() % _ROW_BYTES:
-            raise ValueError(f"rows of {name} are no multiple of {_ROW_BYTES} bytes apart")
+        if rows is None:
+            continue
+        apart = rows.stride(0) * rows.element_size()
+        if apart % _ROW_BYTES or apart >= _MOST_BYTES_APART:
+            raise ValueError(
+                f"rows of {name} are {apart} bytes apart; the kernels want a multiple of "
+                f"{_ROW_BYTES} below {_MOST_BYTES_APART}"
+            )
 
 
 def _check_common(

@@ -29,6 +29,7 @@ from attention_cases import (
 )
 
 from overstory.kernels import ops
+from overstory.kernels.ops.schedule import FLOWS, Flow
 
 LENGTHS = (0, 1, 15, 16, 17, 31, 33, 255, 256, 1024, 8192)
 ROWS = (1, 2, 8, 9, 16, 17, 33, 63, 64)
@@ -140,6 +141,13 @@ def test_ragged_batches(bs: int, dtype: torch.dtype) -> None:
 def test_any_schedule(blocks: int, min_chunk: int) -> None:
     case = gpu_case([(3000, 9), (40, 3), (0, 1)])
     check(verify(case, schedule=ops.Schedule(blocks, min_chunk)), case.expected())
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("q", range(1, 10))
+def test_every_number_of_tiles_in_both_flows(q: int, flow: Flow) -> None:
+    case = gpu_case([(3000, q), (40, 1), (700, q)], seed=q, tail=random_bits)
+    check(verify(case, schedule=ops.Schedule(20, 0, flow)), case.expected())
 
 
 def test_fewer_rows_than_max_q() -> None:
