@@ -67,6 +67,7 @@ OVERSTORY_DEVICE void mbarrier_init(std::uint64_t* barrier, int arrivals) {
 }
 OVERSTORY_DEVICE void mbarrier_fence_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // for the copy engine
 }
 /// One arrival of the phase, which also waits for so many bytes of bulk copies more.
 OVERSTORY_DEVICE void mbarrier_arrive_expect(std::uint64_t* barrier, int bytes) {
