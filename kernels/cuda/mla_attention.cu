@@ -67,8 +67,13 @@ int with_tiles(int tiles, Flow flow, const F& f) {
     return kInvalid;
   } else {
     if (tiles != kTiles) return with_tiles<kTiles - 1>(tiles, flow, f);
-    return flow == Flow::pipelined ? f.template run<kTiles, Flow::pipelined>()
-                                   : f.template run<kTiles, Flow::two_phases>();
+    if (flow == Flow::pipelined) return f.template run<kTiles, Flow::pipelined>();
+    // To compare with, and compiling takes its time: not for all.
+    if constexpr (kTiles == 1 || kTiles >= 8) {
+      return f.template run<kTiles, Flow::two_phases>();
+    } else {
+      return kInvalid;
+    }
   }
 }
 
@@ -160,7 +165,7 @@ extern "C" int overstory_attention_workspace(int heads, int max_q, int blocks) {
 //   max_q        no request has more rows, 1..64
 //   blocks       of the attention kernel
 //   min_chunk    granules of 16 keys that a block takes at least; 0: chosen on the device
-//   flow         a Flow (mla_layout.cuh)
+//   flow         a Flow (mla_layout.cuh); two_phases with 1, 8 or 9 tiles only
 // Rows of tokens that no request owns become 0 (lse -inf).
 extern "C" int overstory_verify_attention(
     const void* q, int64_t q_token_stride, int64_t q_head_stride, const void* kv,

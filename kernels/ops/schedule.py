@@ -31,8 +31,9 @@ class Schedule:
     """Granules of 16 keys that a block takes at least; 0: the kernel weighs the time of a share
     against that of putting the parts together, for the lengths at hand."""
     flow: Flow = "pipelined"
-    """How a block works through its keys; results differ in nothing. `two_phases` is the first one
-    that was measured, kept to be compared with."""
+    """How a block works through its keys. `two_phases` is the first one that was measured, kept to
+    be compared with: for 1, 8 or 9 tiles (with 8 heads, `max_q` 1, 8, 9, 17, 33 or 64, for
+    instance), other launches are refused as an invalid value."""
 
 
 @functools.cache
