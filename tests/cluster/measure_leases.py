@@ -7,7 +7,6 @@ others.
 """
 
 import argparse
-import asyncio
 import datetime
 import json
 import os
@@ -22,8 +21,7 @@ import ray
 from leftovers import wait_until
 from live_engine import LiveEngine
 
-from overstory.orchestrator.controller import Controller
-from overstory.orchestrator.rank_directory import RankDirectory
+from overstory.orchestrator.controller_actor import end_controller, ensure_controller
 
 ROUNDS = 12
 TOKENS = 160
@@ -34,17 +32,19 @@ def measure(live: LiveEngine, rounds: int = ROUNDS, tokens: int = TOKENS) -> dic
     """Rounds of both kinds in the order free, leased, leased, free, ...; one request at a time."""
     rates: dict[str, list[float]] = {"free": [], "leased": []}
     cpu: dict[str, float] = {"free": 0.0, "leased": 0.0}
-    outputs = {tuple(live.generate(tokens))}
+    outputs = {tuple(live.generate(tokens)) for _ in range(3)}  # warm
     for number in range(rounds):
         order = ("free", "leased") if number % 2 == 0 else ("leased", "free")
         for kind in order:
-            controller = _lease(live) if kind == "leased" else None
-            begun, cpu_begun = time.monotonic(), _cpu_s(live)
+            pids = _engine_pids(live)
+            if kind == "leased":
+                pids.append(_lease(live))
+            begun, cpu_begun = time.monotonic(), _cpu_s(pids)
             outputs.add(tuple(live.generate(tokens)))
             rates[kind].append(tokens / (time.monotonic() - begun))
-            cpu[kind] += _cpu_s(live) - cpu_begun
-            if controller is not None:
-                _in_loop(live, controller.close())
+            cpu[kind] += _cpu_s(pids) - cpu_begun
+            if kind == "leased":
+                _let_go(live)
     assert len(outputs) == 1, "leases must not change what comes out"
     ratios = [leased / free for leased, free in zip(rates["leased"], rates["free"], strict=True)]
     report = live.ask(0, "report", 10**9)
@@ -55,34 +55,37 @@ def measure(live: LiveEngine, rounds: int = ROUNDS, tokens: int = TOKENS) -> dic
         "median_tokens_per_s": {k: round(statistics.median(v), 2) for k, v in rates.items()},
         "ratio_of_sums": round(sum(rates["leased"]) / sum(rates["free"]), 4),
         "median_ratio": round(statistics.median(ratios), 4),
+        "quartiles_of_ratio": [round(q, 4) for q in statistics.quantiles(ratios, n=4)],
         "cpu_ms_per_token": {k: round(1000 * v / rounds / tokens, 3) for k, v in cpu.items()},
         "cpu_ratio": round(cpu["free"] / cpu["leased"], 4),
         "digest_us_per_forward": report["digest_us"],
     }
 
 
-def _cpu_s(live: LiveEngine) -> float:
-    """CPU seconds of ranks, front half and controller (which live in this process)."""
-    pids = [identity.pid for identity in live.engine.group.identities] + [os.getpid()]
+def _engine_pids(live: LiveEngine) -> list[int]:
+    """The ranks and the front half, which lives in this process."""
+    return [identity.pid for identity in live.engine.group.identities] + [os.getpid()]
+
+
+def _cpu_s(pids: list[int]) -> float:
     return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 
-def _lease(live: LiveEngine) -> Controller:
-    """A controller in this process, once it has leased the replica."""
-
-    async def begin() -> Controller:
-        controller = Controller(live.deployment, LEASE_STEPS, RankDirectory(live.deployment))
-        controller.start()
-        controller.register("r1", live.engine.group.plan.tp_size)
-        return controller
-
-    controller = _in_loop(live, begin())
-    wait_until(lambda: live.ask(0, "report", 10**9)["lease"]["mode"] == "leased", 30, "a lease")
-    return controller
+def _lease(live: LiveEngine) -> int:
+    """Lets a controller of its own process, as in a deployment, lease the replica; its pid."""
+    controller = ensure_controller(live.deployment, LEASE_STEPS)
+    ray.get(controller.register.remote("r1", live.engine.group.plan.tp_size), timeout=60)
+    wait_until(lambda: _mode(live) == "leased", 30, "a lease")
+    return int(ray.get(controller.pid.remote(), timeout=30))
 
 
-def _in_loop(live: LiveEngine, coroutine: Any) -> Any:
-    return asyncio.run_coroutine_threadsafe(coroutine, live.loop).result(30)
+def _let_go(live: LiveEngine) -> None:
+    end_controller(live.deployment)
+    wait_until(lambda: _mode(live) != "leased", 30, "no lease")
+
+
+def _mode(live: LiveEngine) -> str:
+    return str(live.ask(0, "report", 10**9)["lease"]["mode"])
 
 
 def main() -> None:
