@@ -1,4 +1,4 @@
-"""Turns pytest's JUnit files into docs/test-results.md: date, machine, versions, each result."""
+"""Turns pytest's JUnit files into docs/test-results.md: date, machine, versions, results."""
 
 import datetime
 import os
@@ -7,8 +7,10 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 from xml.etree import ElementTree
 
+LONG_S = 10.0
 PACKAGES = ("ray", "sglang", "torch", "transformers")
 
 
@@ -33,14 +35,44 @@ def result_of(case: ElementTree.Element) -> str:
     return "passed"
 
 
-def rows(file: Path) -> list[str]:
-    """Table rows of one JUnit file."""
-    cases = ElementTree.parse(file).getroot().iter("testcase")
+class Case(NamedTuple):
+    """One test."""
+
+    file: str
+    name: str
+    result: str
+    seconds: float
+
+
+def cases_of(file: Path) -> list[Case]:
+    """Tests of one JUnit file."""
     return [
-        f"| {case.get('classname', '').removeprefix('tests.')} | {case.get('name')} "
-        f"| {result_of(case)} | {float(case.get('time', 0)):.1f} |"
-        for case in cases
+        Case(
+            case.get("classname", "").removeprefix("tests."),
+            case.get("name", ""),
+            result_of(case),
+            float(case.get("time", 0)),
+        )
+        for case in ElementTree.parse(file).getroot().iter("testcase")
     ]
+
+
+def tables(cases: list[Case]) -> str:
+    """A row for each file, then one for each test that took long or did not pass."""
+    lines = ["| file | passed | other | s |", "|---|---|---|---|"]
+    for file in sorted({case.file for case in cases}):
+        some = [case for case in cases if case.file == file]
+        passed = sum(case.result == "passed" for case in some)
+        seconds = sum(case.seconds for case in some)
+        lines.append(f"| {file} | {passed} | {len(some) - passed} | {seconds:.1f} |")
+    lines += ["", f"Tests of {LONG_S:g} s and more, and those that did not pass:", ""]
+    lines += ["| file | test | result | s |", "|---|---|---|---|"]
+    lines += [
+        f"| {case.file} | {case.name} | {case.result} | {case.seconds:.1f} |"
+        for case in sorted(cases)
+        if case.seconds >= LONG_S or case.result != "passed"
+    ]
+    return "\n".join(lines)
 
 
 def main(folder: Path, summary: list[str]) -> None:
@@ -55,9 +87,8 @@ def main(folder: Path, summary: list[str]) -> None:
     print(f"- {machine()}; Python {platform.python_version()}, {versions}")
     for line in summary:
         print(f"- {line}")
-    print("\n| file | test | result | s |\n|---|---|---|---|")
-    for file in sorted(folder.glob("*.xml")):
-        print("\n".join(rows(file)))
+    print()
+    print(tables([case for file in folder.glob("*.xml") for case in cases_of(file)]))
 
 
 if __name__ == "__main__":

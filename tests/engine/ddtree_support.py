@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from overstory.workers import tree_policy
+from overstory.workers.step_stats import STATS
 from overstory.workers.tree_policy import TreePolicy
 
 if TYPE_CHECKING:
+    import pytest
     from harness import EngineHarness
 
 POLICIES = ("plain", "chain", "tree-8", "tree-15", "tree-31", "tree-63", "spine-15", "spine-31")
@@ -132,3 +134,26 @@ class ScriptedDrafts:
                 candidates[level] = [*others[:rank], token, *others[rank:]][:k]
         spread = -0.7 - 0.35 * torch.arange(k, dtype=logprobs.dtype)
         return spread.expand_as(logprobs).contiguous(), torch.tensor(rows).view_as(ids)
+
+
+def check_scripted(
+    harness: EngineHarness,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[Mapping[str, Any]],
+    wanted: Sequence[Sequence[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    policies: Sequence[str],
+    seed: int,
+) -> None:
+    """The batch gives `wanted` under each policy, by drafts of which many are accepted."""
+    drafts = ScriptedDrafts(seed)
+    drafts.install(monkeypatch)
+    for name in policies:
+        rids = [f"{seed}-{name}-{i}-{harness.scheduler.forward_ct}" for i in range(len(prompts))]
+        for rid, prompt, text in zip(rids, prompts, wanted, strict=True):
+            drafts.know(rid, prompt, text)
+        before = STATS.snapshot()["verify"].get(name, {"requests": 0, "tokens": 0})
+        assert run_under(harness, name, prompts, params, rids) == wanted, name
+        after = STATS.snapshot()["verify"][name]
+        gain = (after["tokens"] - before["tokens"]) / (after["requests"] - before["requests"])
+        assert gain == 1 if name == "plain" else gain > 1.5, "little was accepted"

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import xgrammar
-from ddtree_support import ScriptedDrafts, random_prompts, run_under, server_args
+from ddtree_support import check_scripted, random_prompts, run_under, server_args
 
 from overstory.kernels.reference import sample_nodes
 from overstory.orchestrator.tokenizer import load_tokenizer
 from overstory.workers.ddtree import EARLIER_OUTPUT
-from overstory.workers.step_stats import STATS
 from overstory.workers.tiny.config import EOS
 from overstory.workers.tiny.oracle import Oracle
 
@@ -118,31 +117,13 @@ def wanted(pair: tuple[str, str]) -> list[list[int]]:
     return [loop.text(*each) for each in zip(*_requests(), strict=True)]
 
 
-def _check(
-    harness: EngineHarness,
-    wanted: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-    policies: tuple[str, ...],
-) -> None:
-    prompts, params = _requests()
-    drafts = ScriptedDrafts(seed=8)
-    drafts.install(monkeypatch)
-    for name in policies:
-        rids = [f"g-{name}-{i}-{harness.scheduler.forward_ct}" for i in range(len(prompts))]
-        for rid, prompt, text in zip(rids, prompts, wanted, strict=True):
-            drafts.know(rid, prompt, text)
-        before = STATS.snapshot()["verify"].get(name, {"requests": 0, "tokens": 0})
-        assert run_under(harness, name, prompts, params, rids) == wanted, name
-        after = STATS.snapshot()["verify"][name]
-        gain = (after["tokens"] - before["tokens"]) / (after["requests"] - before["requests"])
-        assert gain == 1 if name == "plain" else gain > 1.5, "little was accepted"
-
-
 def test_every_policy_equals_the_loop(
     engine: Engine, pair: tuple[str, str], wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = engine(**server_args(pair[1]))
-    _check(harness, wanted, monkeypatch, ("plain", "chain", "tree-31"))
+    check_scripted(
+        harness, *_requests(), wanted, monkeypatch, ("plain", "chain", "tree-31"), seed=8
+    )
     tokenizer = load_tokenizer(pair[0])
     ended = 0
     for params, text in zip(ASKED, wanted, strict=True):
@@ -213,4 +194,4 @@ def test_without_overlap_and_without_speculation_the_same(
 ) -> None:
     assert engine(random_seed=1).generate(*_requests()) == wanted
     harness = engine(**server_args(pair[1], disable_overlap_schedule=True))
-    _check(harness, wanted, monkeypatch, ("tree-31",))
+    check_scripted(harness, *_requests(), wanted, monkeypatch, ("tree-31",), seed=8)

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from ddtree_support import ScriptedDrafts, random_prompts, run_under, server_args
+from ddtree_support import check_scripted, random_prompts, run_under, server_args
 
 from overstory.kernels.reference import sample_nodes
 from overstory.workers.ddtree import EARLIER_OUTPUT
-from overstory.workers.step_stats import STATS
 from overstory.workers.tiny.config import EOS
 from overstory.workers.tiny.oracle import Oracle
 
@@ -109,31 +108,11 @@ def test_the_loop_s_texts_show_every_rule(pair: tuple[str, str], wanted: list[li
             assert text[-1] == EOS
 
 
-def _check_policies(
-    harness: EngineHarness,
-    wanted: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-    policies: tuple[str, ...],
-) -> None:
-    prompts, params = _requests()
-    drafts = ScriptedDrafts(seed=6)
-    drafts.install(monkeypatch)
-    for name in policies:
-        rids = [f"rule-{name}-{i}-{harness.scheduler.forward_ct}" for i in range(len(prompts))]
-        for rid, prompt, text in zip(rids, prompts, wanted, strict=True):
-            drafts.know(rid, prompt, text)
-        before = STATS.snapshot()["verify"].get(name, {"requests": 0, "tokens": 0})
-        assert run_under(harness, name, prompts, params, rids) == wanted, name
-        after = STATS.snapshot()["verify"][name]
-        gain = (after["tokens"] - before["tokens"]) / (after["requests"] - before["requests"])
-        assert gain == 1 if name == "plain" else gain > 1.5, "little was accepted"
-
-
 def test_without_overlap_trees_equal_the_loop(
     engine: Engine, pair: tuple[str, str], wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = engine(**server_args(pair[1], disable_overlap_schedule=True))
-    _check_policies(harness, wanted, monkeypatch, ("tree-31",))
+    check_scripted(harness, *_requests(), wanted, monkeypatch, ("tree-31",), seed=6)
 
 
 def test_an_engine_without_speculation_equals_the_loop(
@@ -147,7 +126,9 @@ def test_every_policy_equals_the_loop(
     engine: Engine, pair: tuple[str, str], wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = engine(**server_args(pair[1]))
-    _check_policies(harness, wanted, monkeypatch, ("plain", "chain", "tree-31"))
+    check_scripted(
+        harness, *_requests(), wanted, monkeypatch, ("plain", "chain", "tree-31"), seed=6
+    )
     prompts, params = _requests()
     for i in (0, 2, 5):
         assert run_under(harness, "tree-15", prompts[i : i + 1], params[i]) == wanted[i : i + 1]

@@ -10,7 +10,7 @@ from ddtree_support import (
     GREEDY,
     POLICIES,
     SAMPLED,
-    ScriptedDrafts,
+    check_scripted,
     policy,
     random_prompts,
     run_under,
@@ -47,13 +47,7 @@ def _check(
     one = engine(**server_args(pair[1], rows=32))
     wanted = run_under(one, "plain", prompts, params)
     two = engine_tp2(**server_args(pair[1], **arguments))
-    drafts = ScriptedDrafts(seed=1)
-    drafts.install(monkeypatch)
-    for name in policies:
-        rids = [f"tp2-{name}-{i}-{two.scheduler.forward_ct}" for i in range(len(prompts))]
-        for rid, prompt, text in zip(rids, prompts, wanted, strict=True):
-            drafts.know(rid, prompt, text)
-        assert run_under(two, name, prompts, params, rids) == wanted, name
+    check_scripted(two, prompts, params, wanted, monkeypatch, policies, seed=1)
 
 
 def test_two_ranks_give_the_text_of_one(
