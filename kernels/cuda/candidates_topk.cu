@@ -75,16 +75,7 @@ extern "C" int overstory_candidates_topk(const void* logits, int logit_type, int
     args.status = status;
     return launch_candidates(args, rows, stream);
   };
-  switch (logit_type) {
-    case kLogitsBf16:
-      return run(Bf16{});
-    case kLogitsF16:
-      return run(F16{});
-    case kLogitsF32:
-      return run(float{});
-    default:
-      return kInvalid;
-  }
+  return with_logit_type(logit_type, run, kInvalid);
 }
 
 /// Candidates of `shards` vocabulary shards to the k best of the vocabulary with log-probabilities.

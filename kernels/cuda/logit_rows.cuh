@@ -23,6 +23,21 @@ struct F16 {
   std::uint16_t bits;
 };
 
+/// `run(T{})` of the type that a launcher's code means, `otherwise` where it means none.
+template <typename Run>
+int with_logit_type(int logit_type, const Run& run, int otherwise) {
+  switch (logit_type) {
+    case kLogitsBf16:
+      return run(Bf16{});
+    case kLogitsF16:
+      return run(F16{});
+    case kLogitsF32:
+      return run(float{});
+    default:
+      return otherwise;
+  }
+}
+
 __device__ inline float to_float(Bf16 value) { return ptx::bf16_to_float(value.bits); }
 __device__ inline float to_float(F16 value) { return ptx::f16_to_float(value.bits); }
 __device__ inline float to_float(float value) { return value; }

@@ -99,14 +99,5 @@ extern "C" int overstory_sample_nodes(const void* logits, int logit_type, int ro
     args.status = status;
     return launch_sample(args, rows, workspace, stream);
   };
-  switch (logit_type) {
-    case kLogitsBf16:
-      return run(Bf16{});
-    case kLogitsF16:
-      return run(F16{});
-    case kLogitsF32:
-      return run(float{});
-    default:
-      return kInvalid;
-  }
+  return with_logit_type(logit_type, run, kInvalid);
 }

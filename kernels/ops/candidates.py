@@ -12,7 +12,7 @@ from overstory.kernels.reference import Shard
 
 from .checks import check_range, check_tensor
 from .choice import launch, library_for
-from .logits import check_logits, logit_type, multiprocessors
+from .logits import check_logits, logit_type, row_splits
 from .registry import register
 from .workspace import RowWorkspace
 
@@ -63,7 +63,8 @@ def candidates_topk(
     if status is None:
         status = torch.empty(rows, dtype=torch.int32, device=device)
     if workspace is None:
-        workspace = _workspace(library, device, rows, valid)
+        size = 0 if library is None else _bytes(library, device, rows, valid)
+        workspace = RowWorkspace.empty(device, size, rows)
     _topk(logits, k, first_token_id, valid, workspace.scratch, workspace.arrived, *out, status)
     return out
 
@@ -77,9 +78,7 @@ def candidates_workspace(device: torch.device | str, rows: int, columns: int) ->
     library = library_for("candidates_topk", device)
     if library is None:
         return RowWorkspace.empty(device, 0, 0)
-    # Fewer rows are split finer: the largest need is not that of the most rows.
-    needs = (_bytes(library, device, fewer, columns) for fewer in range(1, rows + 1))
-    return RowWorkspace.empty(device, max(needs, default=0), rows)
+    return RowWorkspace.up_to(device, rows, lambda some: _bytes(library, device, some, columns))
 
 
 def merge_candidates(
@@ -118,26 +117,9 @@ def merge_candidates(
     return out
 
 
-def _workspace(
-    library: KernelLibrary | None, device: torch.device, rows: int, columns: int
-) -> RowWorkspace:
-    if library is None:
-        return RowWorkspace.empty(device, 0, 0)
-    return RowWorkspace.empty(device, _bytes(library, device, rows, columns), rows)
-
-
 def _bytes(library: KernelLibrary, device: torch.device, rows: int, columns: int) -> int:
-    splits = _splits(library, device, rows, columns)
+    splits = row_splits(library, "candidates_topk", device, rows, columns)
     return library.query("candidates_topk_workspace", rows=rows, splits=splits)
-
-
-def _splits(library: KernelLibrary, device: torch.device, rows: int, columns: int) -> int:
-    return library.query(
-        "candidates_topk_splits",
-        rows=rows,
-        columns=columns,
-        multiprocessors=multiprocessors(device),
-    )
 
 
 def _check_topk(
@@ -188,10 +170,9 @@ def _topk(
         return
     check_range("k", k, 1, MAX_CANDIDATES)
     rows = logits.shape[0]
-    splits = _splits(library, logits.device, rows, num_valid)
+    splits = row_splits(library, "candidates_topk", logits.device, rows, num_valid)
     needed = _bytes(library, logits.device, rows, num_valid)
-    if scratch.numel() < needed or arrived.numel() < rows:
-        raise ValueError(f"the workspace is for fewer rows than {rows} of {num_valid} columns")
+    RowWorkspace(scratch, arrived).check_room(needed, rows, num_valid)
     launch(
         library,
         "candidates_topk",

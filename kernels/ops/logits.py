@@ -6,6 +6,8 @@ import functools
 
 import torch
 
+from overstory.kernels.cuda_library import KernelLibrary
+
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 """As `logit_type` of the launchers."""
 _SIMULATED = 2
@@ -41,3 +43,11 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return _SIMULATED
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def row_splits(
+    library: KernelLibrary, op: str, device: torch.device, rows: int, columns: int
+) -> int:
+    """Blocks that an op had best spread each row over, by the op's own launcher."""
+    count = multiprocessors(device)
+    return library.query(f"{op}_splits", rows=rows, columns=columns, multiprocessors=count)

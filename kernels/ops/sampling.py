@@ -9,7 +9,7 @@ from overstory.kernels.cuda_library import KernelLibrary
 
 from .checks import check_range, check_tensor
 from .choice import launch, library_for
-from .logits import check_logits, logit_type, multiprocessors
+from .logits import check_logits, logit_type, row_splits
 from .registry import register
 from .workspace import RowWorkspace
 
@@ -81,18 +81,11 @@ def sample_workspace(device: torch.device | str, rows: int, columns: int) -> Row
     library = library_for("sample_nodes", device)
     if library is None:
         return RowWorkspace.empty(device, 0, 0)
-    # Fewer rows are split finer: the largest need is not that of the most rows.
-    needs = (_bytes(library, device, fewer, columns) for fewer in range(1, rows + 1))
-    return RowWorkspace.empty(device, max(needs, default=0), rows)
-
-
-def _splits(library: KernelLibrary, device: torch.device, rows: int, columns: int) -> int:
-    count = multiprocessors(device)
-    return library.query("sample_nodes_splits", rows=rows, columns=columns, multiprocessors=count)
+    return RowWorkspace.up_to(device, rows, lambda some: _bytes(library, device, some, columns))
 
 
 def _bytes(library: KernelLibrary, device: torch.device, rows: int, columns: int) -> int:
-    splits = _splits(library, device, rows, columns)
+    splits = row_splits(library, "sample_nodes", device, rows, columns)
     return library.query("sample_nodes_workspace", rows=rows, columns=columns, splits=splits)
 
 
@@ -150,8 +143,8 @@ def _sample(
         return
     rows, columns = logits.shape
     check_range("columns", columns, 1, library.query("sample_nodes_max_columns"))
-    if scratch.numel() < _bytes(library, logits.device, rows, columns) or arrived.numel() < rows:
-        raise ValueError(f"the workspace is for fewer rows than {rows} of {columns} columns")
+    needed = _bytes(library, logits.device, rows, columns)
+    RowWorkspace(scratch, arrived).check_room(needed, rows, columns)
     launch(
         library,
         "sample_nodes",
@@ -168,7 +161,7 @@ def _sample(
         seeds=seeds,
         positions=positions,
         filters=filters,
-        splits=_splits(library, logits.device, rows, columns),
+        splits=row_splits(library, "sample_nodes", logits.device, rows, columns),
         workspace=scratch,
         arrived=arrived,
         tokens=out,
