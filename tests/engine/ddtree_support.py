@@ -139,13 +139,18 @@ class ScriptedDrafts:
 def check_scripted(
     harness: EngineHarness,
     prompts: Sequence[Sequence[int]],
-    params: Sequence[Mapping[str, Any]],
+    params: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     wanted: Sequence[Sequence[int]],
     monkeypatch: pytest.MonkeyPatch,
     policies: Sequence[str],
     seed: int,
-) -> None:
-    """The batch gives `wanted` under each policy, by drafts of which many are accepted."""
+) -> dict[str, int]:
+    """The batch gives `wanted` under each policy, by drafts of which many are accepted.
+
+    Returns:
+        tokens of verify forwards, by policy.
+    """
+    counted = {}
     drafts = ScriptedDrafts(seed)
     drafts.install(monkeypatch)
     for name in policies:
@@ -155,5 +160,7 @@ def check_scripted(
         before = STATS.snapshot()["verify"].get(name, {"requests": 0, "tokens": 0})
         assert run_under(harness, name, prompts, params, rids) == wanted, name
         after = STATS.snapshot()["verify"][name]
-        gain = (after["tokens"] - before["tokens"]) / (after["requests"] - before["requests"])
+        counted[name] = after["tokens"] - before["tokens"]
+        gain = counted[name] / (after["requests"] - before["requests"])
         assert gain == 1 if name == "plain" else gain > 1.5, "little was accepted"
+    return counted
