@@ -1,0 +1,178 @@
+"""All replicas of a deployment by their health: which process takes whose place, and when to stop.
+
+Pure; the caller brings the clock. A slot is one of the deployment's copies of the model over its
+lives (`ReplicaHealth`). Serve does not say which dead replica a new one replaces: it is the one
+that has waited longest. A new process for which no slot waits is a new slot (deploy, scale, surge).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from overstory.orchestrator.replica_health import ALIVE, HealthLimits, ReplicaHealth, State
+
+RETIRED_KEPT = 10
+"""Retired slots that stay in the status, to say why they went."""
+ABSENT_LOOKS = 2
+"""Looks in a row that miss a replica's process before it counts as dead: its own words, which know
+the cause, may be on their way."""
+
+
+class GivenUp(RuntimeError):
+    """The restart budget is spent: no process may take the replica's place until a user acts."""
+
+
+@dataclass
+class _Slot:
+    health: ReplicaHealth
+    actor: str = ""
+    absent: int = 0
+    waits_since_s: float = 0.0
+
+
+class Fleet:
+    """Slots of one deployment.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._slots: list[_Slot] = []
+
+    # ------------------------------------------------------------------ what replicas say
+
+    def begun(self, name: str, actor: str, limits: HealthLimits) -> None:
+        """A replica's process has begun; `actor` is Ray's name of it, if it has one.
+
+        Raises:
+            GivenUp: Serve starts it in place of one that was given up.
+        """
+        if self._find(name) is not None:
+            return
+        waiting = [slot for slot in self._slots if slot.health.state is State.RESTARTING]
+        if waiting:
+            slot = min(waiting, key=lambda one: one.waits_since_s)
+            slot.health.begun(name)
+            slot.actor, slot.absent = actor, 0
+            return
+        for slot in self._slots:
+            if slot.health.budget_spent:
+                raise GivenUp(slot.health.reason)
+        self._slots.append(_Slot(ReplicaHealth(limits, self._clock, name), actor))
+
+    def said(self, name: str, actor: str, limits: HealthLimits, word: dict[str, Any]) -> None:
+        """A replica's regular word about itself.
+
+        Args:
+            name: of its process.
+            actor: as in `begun`.
+            limits: as in `begun`; for one that this fleet does not know yet.
+            word: `forwards`, `work`, `prefilling`, `generated`, `probe_failures`.
+        """
+        slot = self._find(name)
+        if slot is None:
+            try:
+                self.begun(name, actor, limits)
+            except GivenUp:  # It has begun before this fleet gave up: it may stay.
+                self._slots.append(_Slot(ReplicaHealth(limits, self._clock, name), actor))
+            slot = self._find(name)
+            assert slot is not None
+        health = slot.health
+        if word["generated"]:
+            health.generated()
+        if word["probe_failures"]:
+            health.probe_failures = word["probe_failures"] - 1
+            health.probe_failed("its rank 0 does not answer")
+        else:
+            health.reported(word["forwards"], word["work"], word["prefilling"])
+
+    def draining(self, name: str, why: str) -> None:
+        """It takes nothing new. Unknown names are ignored, here and below."""
+        if slot := self._find(name):
+            slot.health.drain(why)
+
+    def ended(self, name: str) -> None:
+        """It ended as it was told to."""
+        if slot := self._find(name):
+            slot.health.ended("it was told to end")
+            self._forget_old()
+
+    def died(self, name: str, cause: str) -> int | None:
+        """It ended by itself.
+
+        Returns:
+            the number of replicas there should be from now on, if it is given up; else None.
+        """
+        slot = self._find(name)
+        if slot is None or slot.health.state not in ALIVE:
+            return None
+        slot.health.died(cause)
+        return self._decide(slot)
+
+    # ------------------------------------------------------------------ what is seen
+
+    def look(self, actors: Collection[str]) -> list[int]:
+        """Compares with the actors that Ray knows; what time and absence have ended is decided.
+
+        Returns:
+            as `died`, for each slot that is given up.
+        """
+        verdicts = []
+        for slot in list(self._slots):
+            if slot.health.state in ALIVE and slot.actor:
+                slot.absent = 0 if slot.actor in actors else slot.absent + 1
+                if slot.absent >= ABSENT_LOOKS:
+                    slot.health.died("its process is gone without a word (killed, or its node is)")
+            verdicts.append(self._decide(slot))
+        return [verdict for verdict in verdicts if verdict is not None]
+
+    def asked_for(self, replicas: int) -> None:
+        """A user asks for so many replicas: what was given up is forgotten, and with it what waits
+        for a successor beyond that number."""
+        self._slots = [slot for slot in self._slots if not slot.health.budget_spent]
+        lasting = [slot for slot in self._slots if slot.health.state in ALIVE - {State.DRAINING}]
+        waiting = [slot for slot in self._slots if slot.health.state is State.RESTARTING]
+        for slot in waiting[max(0, replicas - len(lasting)) :]:
+            self._slots.remove(slot)
+
+    # ------------------------------------------------------------------ picture
+
+    def state_of(self, name: str) -> State | None:
+        """Where the replica stands whose process has this name; None if none has."""
+        slot = self._find(name)
+        return slot.health.state if slot is not None else None
+
+    def given_up(self) -> str:
+        """Why replicas were given up; empty if none was."""
+        reasons = [slot.health.reason for slot in self._slots if slot.health.budget_spent]
+        return "; ".join(dict.fromkeys(reasons))
+
+    def status(self) -> list[dict[str, Any]]:
+        """`ReplicaHealth.picture` of each slot."""
+        return [slot.health.picture() for slot in self._slots]
+
+    # ------------------------------------------------------------------ inside
+
+    def _find(self, name: str) -> _Slot | None:
+        return next((slot for slot in self._slots if slot.health.name == name), None)
+
+    def _decide(self, slot: _Slot) -> int | None:
+        if slot.health.state is not State.DEAD:
+            return None
+        slot.health.decide()
+        slot.waits_since_s = self._clock()
+        if not slot.health.budget_spent:
+            self._forget_old()
+            return None
+        return sum(
+            other.health.state not in (State.RETIRED, State.DRAINING) for other in self._slots
+        )
+
+    def _forget_old(self) -> None:
+        retired = [slot for slot in self._slots if slot.health.state is State.RETIRED]
+        for slot in [one for one in retired if not one.health.budget_spent][:-RETIRED_KEPT]:
+            self._slots.remove(slot)

@@ -1,0 +1,191 @@
+"""Which process takes whose place, and when a deployment stops trying."""
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from overstory.orchestrator.fleet import ABSENT_LOOKS, RETIRED_KEPT, Fleet, GivenUp
+from overstory.orchestrator.replica_health import HealthLimits, State
+
+LIMITS = HealthLimits(restarts=3, proven_s=100, silence_s=1e6)
+WORD = {"forwards": 1, "work": 0, "prefilling": False, "generated": True, "probe_failures": 0}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def fleet(clock: Clock) -> Fleet:
+    """Three replicas, all healthy."""
+    fleet = Fleet(clock)
+    for name in ("a", "b", "c"):
+        fleet.begun(name, f"actor-{name}", LIMITS)
+        fleet.said(name, f"actor-{name}", LIMITS, WORD)
+    return fleet
+
+
+def states(fleet: Fleet) -> list[str]:
+    return [row["state"] for row in fleet.status()]
+
+
+def test_a_new_process_takes_the_place_that_has_waited_longest(fleet: Fleet, clock: Clock) -> None:
+    fleet.died("b", "killed")
+    clock.now += 1
+    fleet.died("a", "killed")
+    fleet.begun("d", "actor-d", LIMITS)
+    assert [row["name"] for row in fleet.status()] == ["a", "d", "c"]
+    assert states(fleet) == ["RESTARTING", "WARMING", "HEALTHY"]
+    fleet.begun("e", "actor-e", LIMITS)
+    fleet.begun("f", "actor-f", LIMITS)  # Nothing waits: a copy more.
+    assert [row["name"] for row in fleet.status()] == ["e", "d", "c", "f"]
+
+
+def test_the_third_failed_start_is_the_last_and_the_others_stay(fleet: Fleet, clock: Clock) -> None:
+    clock.now += 200
+    assert fleet.died("b", "killed") is None
+    for number in range(3):
+        fleet.begun(f"b{number}", "", LIMITS)
+        left = fleet.died(f"b{number}", "rank 0 died: no such file")
+        assert left == (2 if number == 2 else None)
+    assert states(fleet) == ["HEALTHY", "RETIRED", "HEALTHY"]
+    assert "rank 0 died: no such file" in fleet.given_up()
+    with pytest.raises(GivenUp, match="no such file"):
+        fleet.begun("b9", "", LIMITS)
+    # One that dies later is another matter.
+    assert fleet.died("a", "killed") is None
+    fleet.begun("a1", "", LIMITS)
+    assert states(fleet) == ["WARMING", "RETIRED", "HEALTHY"]
+    # A user who asks for three gets a new try.
+    fleet.asked_for(3)
+    assert fleet.given_up() == ""
+    fleet.begun("b10", "", LIMITS)
+    assert states(fleet) == ["WARMING", "HEALTHY", "WARMING"]
+
+
+def test_a_process_that_vanishes_without_a_word_is_missed(fleet: Fleet) -> None:
+    actors = {"actor-a", "actor-c"}
+    for _ in range(ABSENT_LOOKS):
+        assert states(fleet)[1] == "HEALTHY"
+        assert fleet.look(actors) == []
+    assert states(fleet) == ["HEALTHY", "RESTARTING", "HEALTHY"]
+    assert "gone without a word" in fleet.status()[1]["reason"]
+
+
+def test_absence_once_is_not_enough(fleet: Fleet) -> None:
+    everyone = {"actor-a", "actor-b", "actor-c"}
+    for _ in range(5):
+        fleet.look(set())
+        fleet.look(everyone)
+    assert states(fleet) == ["HEALTHY"] * 3
+
+
+def test_one_that_was_told_to_end_is_not_replaced(fleet: Fleet) -> None:
+    fleet.draining("a", "rolling restart")
+    assert fleet.state_of("a") is State.DRAINING
+    fleet.ended("a")
+    fleet.ended("b")  # Serve's own way: no drain was announced.
+    assert states(fleet) == ["RETIRED", "RETIRED", "HEALTHY"]
+    fleet.begun("d", "", LIMITS)
+    assert states(fleet) == ["RETIRED", "RETIRED", "HEALTHY", "WARMING"]
+
+
+def test_words_about_the_unknown_are_taken_in_or_ignored(fleet: Fleet) -> None:
+    for act in (fleet.ended, fleet.draining, fleet.died):
+        act(*(("x",) if act == fleet.ended else ("x", "y")))
+    assert fleet.state_of("x") is None
+    fleet.said("x", "actor-x", LIMITS, WORD)  # A controller that was restarted hears it first so.
+    assert fleet.state_of("x") is State.HEALTHY
+
+
+def test_probes_that_fail_in_the_replica_make_it_suspect(fleet: Fleet) -> None:
+    for failures in (1, 2, 3):
+        fleet.said("a", "actor-a", LIMITS, {**WORD, "probe_failures": failures})
+    assert fleet.state_of("a") is State.SUSPECT
+    fleet.said("a", "actor-a", LIMITS, WORD)
+    assert fleet.state_of("a") is State.HEALTHY
+
+
+def test_fewer_replicas_end_the_waiting_for_more(fleet: Fleet) -> None:
+    fleet.died("a", "killed")
+    fleet.died("b", "killed")
+    fleet.asked_for(2)
+    assert states(fleet) == ["RESTARTING", "HEALTHY"]
+    fleet.asked_for(1)
+    assert states(fleet) == ["HEALTHY"]
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Whatever happens to three replicas: numbers stay bounded, and what is given up stays so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.fleet = Fleet(self.clock)
+        self.begun = 0
+        self.refused = False
+
+    def _names(self) -> list[str]:
+        return [row["name"] for row in self.fleet.status()]
+
+    @rule()
+    def begins(self) -> None:
+        waiting = "RESTARTING" in states(self.fleet)
+        given_up = bool(self.fleet.given_up())
+        self.begun += 1
+        try:
+            self.fleet.begun(f"r{self.begun}", f"actor-{self.begun}", LIMITS)
+        except GivenUp:
+            assert given_up
+            assert not waiting
+        else:
+            assert waiting or not given_up
+
+    @rule(data=st.data(), what=st.sampled_from(["said", "died", "ended", "draining"]))
+    def is_told(self, data: st.DataObject, what: str) -> None:
+        names = self._names()
+        if not names:
+            return
+        name = data.draw(st.sampled_from(names))
+        if what == "said":
+            self.fleet.said(name, f"actor-{name}", LIMITS, WORD)
+        elif what == "ended":
+            self.fleet.ended(name)
+        elif what == "draining":
+            self.fleet.draining(name, "told to")
+        else:
+            before = len(self.fleet.given_up())
+            left = self.fleet.died(name, f"cause of {name}")
+            assert (left is not None) == (len(self.fleet.given_up()) > before)
+
+    @rule(seconds=st.sampled_from([1, 150]))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    @rule(present=st.booleans())
+    def looks(self, present: bool) -> None:
+        actors = {f"actor-{number}" for number in range(self.begun + 1)} if present else set()
+        for left in self.fleet.look(actors):
+            assert 0 <= left <= len(self._names())
+
+    @invariant()
+    def is_sound(self) -> None:
+        rows = self.fleet.status()
+        assert len(set(self._names())) == len(rows), "a name names one slot"
+        assert all(row["state"] != "DEAD" for row in rows), "a death is decided upon at once"
+        spent = [row for row in rows if row["failed_lives"] >= LIMITS.restarts]
+        retired = [row for row in rows if row["state"] == "RETIRED"]
+        assert all(row["state"] == "RETIRED" for row in spent)
+        assert len(retired) <= RETIRED_KEPT + len(spent)
+
+
+TestAnyOrderOfAFleet = AnyOrder.TestCase
