@@ -62,14 +62,22 @@ def _known(name: str | None) -> None:
 
 
 def _pretended_nodes(
-    nodes: int | None, gpus: int | None, cpus: int | None, memory_gib: float | None, gpu_gib: float
+    nodes: int | None,
+    gpus: int | None,
+    cpus: int | None,
+    memory_gib: float | None,
+    gpu: str | None,
+    gpu_gib: float,
 ) -> "list[NodeInventory]":
     """The nodes to plan for: this machine, with what the options say instead."""
     from dataclasses import replace
 
+    from overstory.orchestrator.gpus import gpu_named
     from overstory.orchestrator.inventory import local_inventory
 
     here = local_inventory()
+    if gpu is not None:
+        gpu_gib = gpu_gib or gpu_named(gpu).memory / 2**30
     here = replace(
         here,
         cpus=here.cpus if cpus is None else float(cpus),
@@ -90,6 +98,7 @@ def plan(
     gpus: Annotated[int | None, typer.Option(help="GPUs of a node.")] = None,
     cpus: Annotated[int | None, typer.Option(help="CPUs of a node.")] = None,
     memory_gib: Annotated[float | None, typer.Option(help="Memory of a node.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Kind of GPU: rtx-pro-6000, h200.")] = None,
     gpu_gib: Annotated[float, typer.Option(help="Memory of a GPU.")] = 0.0,
     as_json: AsJson = False,
 ) -> None:
@@ -102,7 +111,8 @@ def plan(
         from overstory.orchestrator.spec import load_spec
 
         spec = load_spec(file, overrides or ())
-        made = make_plan(spec, _pretended_nodes(nodes, gpus, cpus, memory_gib, gpu_gib))
+        pretended = _pretended_nodes(nodes, gpus, cpus, memory_gib, gpu, gpu_gib)
+        made = make_plan(spec, pretended, published=True)
         print(json.dumps(made.to_dict(), indent=1) if as_json else render_plan(made))
 
 

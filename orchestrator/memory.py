@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from overstory.orchestrator import gpu_memory
 from overstory.orchestrator.model_facts import DrafterFacts, TargetFacts
+from overstory.orchestrator.quantization import weight_widths
 
 GIB = 2**30
 
@@ -20,8 +22,10 @@ _DTYPE_BYTES = {
 }
 
 # Allowances for what the model's shape does not tell: interpreter and imported libraries of a CPU
-# rank (measured: 0.75 to 0.9 GB of unique memory); CUDA context, captured graphs and workspaces.
-PROCESS_BYTES = {"cpu": 0.9e9, "cuda": 3.0 * GIB}
+# rank (measured: 0.75 to 0.9 GB of unique memory); CUDA context, NCCL's buffers and loaded modules.
+PROCESS_BYTES = {"cpu": 0.9e9, "cuda": 1.5 * GIB}
+# What a GPU rank takes of its node's memory: allowance for pinned buffers and libraries.
+HOST_BYTES_OF_GPU_RANK = 6.0 * GIB
 FRONT_HALF_BYTES = 0.8e9
 
 
@@ -46,7 +50,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank; `kv_tokens` is how many tokens its KV pool holds."""
+    """Bytes of one rank; `kv_tokens` is how many tokens its KV pool holds.
+
+    On a GPU `spare` is what `mem_fraction_static` leaves for `request_table`, `graphs` and
+    `workspace`; 0 where the GPU's size is unknown.
+    """
 
     target_weights: float
     drafter_weights: float
@@ -54,6 +62,9 @@ class RankMemory:
     kv_tokens: int
     request_table: float
     process: float
+    graphs: float = 0.0
+    workspace: float = 0.0
+    spare: float = 0.0
 
     @property
     def kv_pool(self) -> float:
@@ -64,7 +75,12 @@ class RankMemory:
     def total(self) -> float:
         """All of it."""
         weights = self.target_weights + self.drafter_weights
-        return weights + self.kv_pool + self.request_table + self.process
+        return weights + self.kv_pool + self.process + self.beside_pool
+
+    @property
+    def beside_pool(self) -> float:
+        """What must fit beside weights and KV pool."""
+        return self.request_table + self.graphs + self.workspace
 
 
 def dtype_bytes(name: str) -> float:
@@ -96,19 +112,33 @@ def expert_elements(t: TargetFacts) -> Shard:
     return Shard(per_layer).times(t.moe_layers)
 
 
-def other_elements(t: TargetFacts) -> Shard:
-    """All weights of the target but its routed experts, as in the checkpoint."""
-    per_layer = _attention(t) + Shard(whole=2 * t.hidden_size)
-    dense = Shard(3 * t.hidden_size * t.dense_width)
-    shared = Shard(3 * t.hidden_size * t.expert_width * t.shared_experts)
-    router = Shard(whole=(t.hidden_size + 1) * t.routed_experts)
+def attention_elements(t: TargetFacts) -> Shard:
+    """Projections of all layers' attention, with the small norms between them."""
+    return _attention(t).times(t.num_layers)
+
+
+def dense_elements(t: TargetFacts) -> Shard:
+    """MLPs of the layers without experts."""
+    return Shard(3 * t.hidden_size * t.dense_width).times(t.dense_layers)
+
+
+def shared_elements(t: TargetFacts) -> Shard:
+    """Shared experts of all layers."""
+    per_layer = Shard(3 * t.hidden_size * t.expert_width * t.shared_experts)
+    return per_layer.times(t.moe_layers)
+
+
+def plain_elements(t: TargetFacts) -> Shard:
+    """What no scheme quantises: embedding, head, norms, router."""
+    norms = Shard(whole=2 * t.hidden_size).times(t.num_layers)
+    router = Shard(whole=(t.hidden_size + 1) * t.routed_experts).times(t.moe_layers)
     ends = Shard(t.vocab_size * t.hidden_size * (1 if t.tied_head else 2), t.hidden_size)
-    return (
-        per_layer.times(t.num_layers)
-        + dense.times(t.dense_layers)
-        + (shared + router).times(t.moe_layers)
-        + ends
-    )
+    return norms + router + ends
+
+
+def other_elements(t: TargetFacts) -> Shard:
+    """All weights of the target's language part but its routed experts, as in the checkpoint."""
+    return attention_elements(t) + dense_elements(t) + shared_elements(t) + plain_elements(t)
 
 
 def drafter_elements(d: DrafterFacts, target_hidden: int) -> Shard:
@@ -121,18 +151,33 @@ def drafter_elements(d: DrafterFacts, target_hidden: int) -> Shard:
     return (heads + mlp + norms).times(d.num_layers) + ends
 
 
+def checkpoint_bytes(t: TargetFacts, dtype: str = "auto") -> float:
+    """Bytes of the weights as they lie in the checkpoint, vision tower included."""
+    return _weight_bytes(t, dtype, 1)
+
+
+def weight_bytes(t: TargetFacts, dtype: str, tp_size: int) -> float:
+    """Bytes of the target's weights on one of `tp_size` ranks.
+
+    SGLang keeps the absorbed half of `kv_b_proj` in the plain type even where the checkpoint is
+    quantised.
+    """
+    plain = dtype_bytes(t.dtype if dtype == "auto" else dtype)
+    absorbed = absorbed_elements(t).on_rank(tp_size) * plain
+    return _weight_bytes(t, dtype, tp_size) + absorbed
+
+
 def _weight_bytes(t: TargetFacts, dtype: str, tp_size: int) -> float:
-    width = dtype_bytes(t.dtype if dtype == "auto" else dtype)
-    experts, others = width, width
-    method = str(t.quantization.get("quant_method", ""))
-    if "fp8" in method:
-        experts = others = 1.0
-    elif t.quantization:
-        # 4-bit experts with a 2-byte scale for each group, the rest in the checkpoint's type: the
-        # form in which Kimi-K2 and its kin are published.
-        experts = 0.5 + 2.0 / 32
-    plain = other_elements(t) + absorbed_elements(t)
-    return plain.on_rank(tp_size) * others + expert_elements(t).on_rank(tp_size) * experts
+    plain = dtype_bytes(t.dtype if dtype == "auto" else dtype)
+    widths = weight_widths(t.quantization, plain)
+    groups = (
+        (expert_elements(t), widths.experts),
+        (attention_elements(t), widths.attention),
+        (shared_elements(t), widths.shared),
+        (dense_elements(t), widths.dense),
+        (plain_elements(t) + Shard(whole=t.vision_elements), plain),
+    )
+    return sum(elements.on_rank(tp_size) * width for elements, width in groups)
 
 
 def kv_bytes_per_token(
@@ -167,7 +212,7 @@ def estimate_rank(
             `max_total_tokens` the KV pool fills what `mem_fraction_static` leaves; 0 if unknown.
     """
     tp_size, dtype = flags["tp_size"], flags.get("dtype", "auto")
-    weights = _weight_bytes(target, dtype, tp_size)
+    weights = weight_bytes(target, dtype, tp_size)
     width = dtype_bytes(target.dtype if dtype == "auto" else dtype)
     draft = 0.0
     if drafter is not None:
@@ -175,17 +220,38 @@ def estimate_rank(
     cache_dtype = flags.get("kv_cache_dtype", "auto")
     element = width if cache_dtype == "auto" else dtype_bytes(cache_dtype)
     per_token = kv_bytes_per_token(target, drafter, element, tp_size)
-    tokens = flags.get("max_total_tokens")
-    if tokens is None:
-        static = gpu_bytes * (flags.get("mem_fraction_static") or 0.85)
-        tokens = int(max(0.0, static - weights - draft) / per_token)
     context = flags.get("context_length") or target.max_positions
     requests = flags.get("max_running_requests") or 256
+    table, process = 4.0 * requests * context, PROCESS_BYTES[device]
+    tokens = flags.get("max_total_tokens")
+    if device == "cpu":
+        return RankMemory(weights, draft, per_token, tokens or 0, table, process)
+    fraction = flags.get("mem_fraction_static") or gpu_memory.default_fraction(
+        flags, gpu_bytes, multimodal=target.vision_elements > 0
+    )
+    # SGLang divides what was free before the weights came.
+    free = max(0.0, gpu_bytes - process)
+    room = int(max(0.0, free * fraction - weights - draft) / per_token)
     return RankMemory(
         target_weights=weights,
         drafter_weights=draft,
         kv_bytes_per_token=per_token,
-        kv_tokens=tokens,
-        request_table=4.0 * requests * context,
-        process=PROCESS_BYTES[device],
+        kv_tokens=room if tokens is None else tokens,
+        request_table=table,
+        process=process,
+        graphs=gpu_memory.graph_bytes(target, flags, gpu_bytes),
+        workspace=gpu_memory.workspace_bytes(target, drafter, flags, gpu_bytes),
+        spare=free * (1 - fraction),
     )
+
+
+def longest_context(memory: RankMemory, batch: int, rows: int, cap: int) -> int:
+    """Tokens that each of `batch` requests may hold at a time: prompt and answer together.
+
+    Args:
+        memory: of a rank.
+        batch: requests at a time, all of one length.
+        rows: KV rows that a step reserves for a request's tree (twice: the step in flight too).
+        cap: the most that one request may hold anyhow.
+    """
+    return max(0, min(cap, memory.kv_tokens // batch - 2 * rows))

@@ -44,6 +44,9 @@ class TargetFacts:
     max_positions: int
     dtype: str
     quantization: Mapping[str, Any]
+    experts_per_token: int = 0
+    vision_elements: int = 0
+    """Weights of a multimodal model's vision tower and projector, whole on every rank."""
 
     @property
     def moe_layers(self) -> int:
@@ -103,15 +106,37 @@ def _reader(key: str, path: str, config: Mapping[str, Any]) -> Callable[..., int
     return read
 
 
-def read_target(path: str) -> TargetFacts:
-    """Facts of the target in folder `path`.
+def _vision_elements(vision: Mapping[str, Any]) -> int:
+    """Weights of a MoonViT tower with its patch merger, the one kind that MLA models come with."""
+    hidden, width = vision.get("vt_hidden_size"), vision.get("vt_intermediate_size")
+    if not hidden or not width:
+        return 0
+    layers = vision["vt_num_hidden_layers"] * (4 * hidden * hidden + 2 * hidden * width)
+    patches = hidden * (
+        3 * vision["patch_size"] ** 2 + vision["init_pos_emb_height"] * vision["init_pos_emb_width"]
+    )
+    down, right = vision["merge_kernel_size"]
+    merged = vision["mm_hidden_size"] * down * right
+    return layers + patches + merged * merged + merged * vision["text_hidden_size"]
 
-    A multimodal model's language part (`text_config`) is taken.
+
+def read_target(path: str) -> TargetFacts:
+    """Facts of the target in folder `path`; see `target_from_config`.
 
     Raises:
         PlanError: no such folder, no readable config, or not an MLA model.
     """
-    config = _read_config("model", path)
+    return target_from_config(path, _read_config("model", path))
+
+
+def target_from_config(path: str, config: Mapping[str, Any]) -> TargetFacts:
+    """Facts of a target from its `config.json`; `path` is where it lies or would lie.
+
+    A multimodal model's language part (`text_config`) is taken.
+
+    Raises:
+        PlanError: not an MLA model, or a number is missing.
+    """
     if _DFLASH_ARCHITECTURE in (config.get("architectures") or []):
         raise PlanError(f"model: {path!r} is a DFlash drafter; name it under `drafter`")
     outer, config = config, config.get("text_config") or config
@@ -143,6 +168,8 @@ def read_target(path: str) -> TargetFacts:
         max_positions=read("max_position_embeddings"),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or outer.get("dtype")),
         quantization=config.get("quantization_config") or outer.get("quantization_config") or {},
+        experts_per_token=read("num_experts_per_tok", 0),
+        vision_elements=_vision_elements(outer.get("vision_config") or {}),
     )
 
 
@@ -152,7 +179,15 @@ def read_drafter(path: str) -> DrafterFacts:
     Raises:
         PlanError: no such folder, no readable config, or not a DFlash drafter.
     """
-    config = _read_config("drafter", path)
+    return drafter_from_config(path, _read_config("drafter", path))
+
+
+def drafter_from_config(path: str, config: Mapping[str, Any]) -> DrafterFacts:
+    """Facts of a DFlash drafter from its `config.json`; `path` is where it lies or would lie.
+
+    Raises:
+        PlanError: not a DFlash drafter, or a number is missing.
+    """
     architectures = config.get("architectures") or []
     if _DFLASH_ARCHITECTURE not in architectures:
         raise PlanError(

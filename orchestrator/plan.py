@@ -10,11 +10,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from overstory.orchestrator.engine_flags import EngineSettings, resolve_engine
+from overstory.orchestrator.experts import ExpertPlan, plan_experts
 from overstory.orchestrator.inventory import NodeInventory
-from overstory.orchestrator.memory import FRONT_HALF_BYTES, GIB, RankMemory, estimate_rank
+from overstory.orchestrator.memory import (
+    FRONT_HALF_BYTES,
+    HOST_BYTES_OF_GPU_RANK,
+    RankMemory,
+    estimate_rank,
+    longest_context,
+)
+from overstory.orchestrator.memory_faults import gpu_faults, gpu_warnings
 from overstory.orchestrator.model_facts import DrafterFacts, PlanError, TargetFacts
 from overstory.orchestrator.placement import NodeShare, RankNeeds, place
+from overstory.orchestrator.ports import PortUse, planned_ports, port_warnings
 from overstory.orchestrator.spec import DeploymentSpec
+
+CONTEXT_BATCHES = (1, 8, 32)
+"""Batch sizes for which a plan says how long a context may be."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,11 @@ class Plan:
     replicas: tuple[ReplicaPlan, ...]
     nodes: tuple[NodeInventory, ...]
     warnings: tuple[str, ...] = ()
+    contexts: tuple[tuple[int, int], ...] = ()
+    """Pairs of a batch size and the most tokens that each of its requests may hold; empty where
+    the size of the KV pool is not known."""
+    experts: ExpertPlan | None = None
+    ports: tuple[PortUse, ...] = ()
 
     @property
     def nodes_per_replica(self) -> int:
@@ -50,6 +67,11 @@ class Plan:
             "policy": str(self.settings.policy),
             "engine": self.settings.server_args,
             "memory_per_rank": dataclasses.asdict(self.memory) | {"total": self.memory.total},
+            "longest_context": [
+                {"batch": batch, "tokens": tokens} for batch, tokens in self.contexts
+            ],
+            "experts": dataclasses.asdict(self.experts) if self.experts else None,
+            "ports": [dataclasses.asdict(port) for port in self.ports],
             "replicas": [dataclasses.asdict(replica) for replica in self.replicas],
             "nodes": [dataclasses.asdict(node) for node in self.nodes],
             "endpoint": f"http://{self.spec.gateway.host}:{self.spec.gateway.port}",
@@ -141,17 +163,6 @@ def length_faults(target: TargetFacts, server_args: dict[str, Any]) -> list[str]
     return []
 
 
-def _gpu_faults(spec: DeploymentSpec, memory: RankMemory, gpu_bytes: float) -> list[str]:
-    needed = memory.target_weights + memory.drafter_weights + memory.process
-    if not gpu_bytes or needed <= gpu_bytes:
-        return []
-    return [
-        f"engine.tp_size: a rank's weights and workspace take {needed / GIB:.1f} GiB, its GPU "
-        f"share has {gpu_bytes / GIB:.1f} GiB; raise engine.tp_size (now {spec.tp_size}) or "
-        "resources.gpus_per_rank"
-    ]
-
-
 def _bundles(spec: DeploymentSpec, shares: Sequence[NodeShare]) -> tuple[dict[str, float], ...]:
     bundles = []
     for share in shares:
@@ -165,7 +176,7 @@ def _bundles(spec: DeploymentSpec, shares: Sequence[NodeShare]) -> tuple[dict[st
 def _node_memory_per_rank(spec: DeploymentSpec, memory: RankMemory) -> float:
     """Host memory that a rank takes; its share of the replica's front half included."""
     front = FRONT_HALF_BYTES / spec.tp_size
-    return front + (memory.total if spec.resources.device == "cpu" else memory.process)
+    return front + (memory.total if spec.resources.device == "cpu" else HOST_BYTES_OF_GPU_RANK)
 
 
 def model_faults(spec: DeploymentSpec, settings: EngineSettings) -> list[str]:
@@ -177,31 +188,55 @@ def model_faults(spec: DeploymentSpec, settings: EngineSettings) -> list[str]:
     return faults + length_faults(target, settings.server_args)
 
 
-def check_models(spec: DeploymentSpec) -> EngineSettings:
+def check_models(spec: DeploymentSpec, published: bool = False) -> EngineSettings:
     """The engine's settings, if deployment and models fit each other.
+
+    Args:
+        spec: the deployment.
+        published: as in `resolve_engine`.
 
     Raises:
         PlanError: they do not; one line for each fault.
     """
-    settings = resolve_engine(spec)
+    settings = resolve_engine(spec, published)
     faults = model_faults(spec, settings)
     if faults:
         raise PlanError(*faults)
     return settings
 
 
-def make_plan(spec: DeploymentSpec, nodes: Sequence[NodeInventory]) -> Plan:
+def _contexts(settings: EngineSettings, memory: RankMemory) -> tuple[tuple[int, int], ...]:
+    if not memory.kv_tokens:
+        return ()
+    args = settings.server_args
+    cap = args.get("context_length") or settings.target.max_positions
+    rows = args.get("speculative_num_draft_tokens") or 1
+    return tuple(
+        (batch, longest_context(memory, batch, rows, cap))
+        for batch in CONTEXT_BATCHES
+        if batch <= (args.get("max_running_requests") or batch)
+    )
+
+
+def make_plan(
+    spec: DeploymentSpec, nodes: Sequence[NodeInventory], published: bool = False
+) -> Plan:
     """The plan of `spec` on `nodes`.
+
+    Args:
+        spec: the deployment.
+        nodes: where it is to run.
+        published: as in `resolve_engine`.
 
     Raises:
         PlanError: it cannot run there; one line for each fault.
     """
-    settings = check_models(spec)
+    settings = check_models(spec, published)
     device = spec.resources.device
     gpu_bytes = min((n.gpu_memory for n in nodes if n.gpus), default=0.0) * spec.resources.gpus
     args = settings.server_args
     memory = estimate_rank(settings.target, settings.drafter, args, device, gpu_bytes)
-    if device == "cuda" and (faults := _gpu_faults(spec, memory, gpu_bytes)):
+    if device == "cuda" and (faults := gpu_faults(spec, settings, memory, gpu_bytes)):
         raise PlanError(*faults)
     needs = RankNeeds(
         spec.resources.cpus_per_rank, spec.resources.gpus, _node_memory_per_rank(spec, memory)
@@ -216,11 +251,22 @@ def make_plan(spec: DeploymentSpec, nodes: Sequence[NodeInventory]) -> Plan:
         )
         for index, shares in enumerate(placed)
     )
-    return Plan(spec, settings, memory, replicas, tuple(nodes), _warnings(spec, settings))
+    rows = args.get("speculative_num_draft_tokens") or 1
+    return Plan(
+        spec=spec,
+        settings=settings,
+        memory=memory,
+        replicas=replicas,
+        nodes=tuple(nodes),
+        warnings=(*_warnings(spec, settings), *gpu_warnings(memory)),
+        contexts=_contexts(settings, memory),
+        experts=plan_experts(settings.target, spec.tp_size, args.get("ep_size", 1), rows),
+        ports=planned_ports(spec, len(replicas[0].shares)),
+    )
 
 
 def _warnings(spec: DeploymentSpec, settings: EngineSettings) -> tuple[str, ...]:
-    warnings = []
+    warnings = [*settings.stand_ins, *port_warnings(spec)]
     if settings.drafter is not None:
         chain = settings.drafter.block_size - 1
         if 0 < spec.tree.budget < chain:

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 
+from overstory.orchestrator.experts import ExpertPlan
 from overstory.orchestrator.memory import GIB, RankMemory
 from overstory.orchestrator.plan import Plan, ReplicaPlan
+from overstory.orchestrator.ports import PortUse
 
 
 def _size(count: float) -> str:
@@ -15,9 +17,46 @@ def _memory_lines(memory: RankMemory) -> Iterator[str]:
     yield f"  target weights             {_size(memory.target_weights)}"
     yield f"  drafter weights            {_size(memory.drafter_weights)}"
     per_token = f"{memory.kv_tokens} tokens x {memory.kv_bytes_per_token:.0f} B"
-    yield f"  KV pool                    {_size(memory.kv_pool)} ({per_token})"
+    yield f"  KV pool, both models       {_size(memory.kv_pool)} ({per_token})"
     yield f"  request table              {_size(memory.request_table)}"
-    yield f"  process and libraries      {_size(memory.process)}"
+    if memory.graphs or memory.workspace:
+        yield f"  CUDA graphs                {_size(memory.graphs)}"
+        yield f"  buffers of a prefill chunk {_size(memory.workspace)}"
+        yield f"  CUDA context, libraries    {_size(memory.process)}"
+    else:
+        yield f"  process and libraries      {_size(memory.process)}"
+    if memory.spare:
+        yield f"  left beside pool, weights  {_size(memory.spare)} (graphs, buffers, table)"
+
+
+def _context_lines(contexts: tuple[tuple[int, int], ...]) -> Iterator[str]:
+    if contexts:
+        listed = ", ".join(f"{tokens:,} at batch {batch}" for batch, tokens in contexts)
+        yield f"Longest context  {listed} (tokens of each request, prompt and answer)"
+
+
+def _expert_lines(experts: ExpertPlan | None) -> Iterator[str]:
+    if experts is None:
+        return
+    cut = f", each cut over {experts.ranks_per_group} ranks" if experts.ranks_per_group > 1 else ""
+    groups = f"{experts.groups} groups of ranks" if experts.groups > 1 else "every rank"
+    yield (
+        f"Experts          {experts.experts_per_rank} a layer on {groups}{cut} "
+        f"(width {experts.width_per_rank}); expected, with an even router:"
+    )
+    yield "  batch   rows  distinct experts  rows each  on the busiest rank  balance"
+    for load in experts.loads:
+        yield (
+            f"  {load.batch:5d}  {load.rows:5d}  {load.touched:16.1f}  {load.rows_per_expert:9.1f}"
+            f"  {load.touched_by_busiest:19.1f}  {load.balance:7.2f}"
+        )
+
+
+def _port_lines(ports: tuple[PortUse, ...]) -> Iterator[str]:
+    yield "Ports"
+    for port in ports:
+        number = str(port.number) if port.number else "drawn"
+        yield f"  {number:>5}  {port.where}: {port.what} (from {port.clients})"
 
 
 def _replica_lines(replica: ReplicaPlan) -> Iterator[str]:
@@ -45,6 +84,9 @@ def render_plan(plan: Plan) -> str:
     for replica in plan.replicas:
         lines += _replica_lines(replica)
     lines += _memory_lines(plan.memory)
+    lines += _context_lines(plan.contexts)
+    lines += _expert_lines(plan.experts)
+    lines += _port_lines(plan.ports)
     lines.append("Engine flags (SGLang)")
     lines += [f"  {name}: {value}" for name, value in sorted(plan.settings.server_args.items())]
     lines += [f"warning: {warning}" for warning in plan.warnings]

@@ -253,9 +253,16 @@ def test_memory_that_does_not_fit(pair: Pair) -> None:
 
 
 def test_weights_that_do_not_fit_the_gpu(pair: Pair) -> None:
-    small = NodeInventory("g", cpus=8, gpus=1, memory=64 * GIB, gpu_memory=2 * GIB)
+    small = NodeInventory("g", cpus=8, gpus=1, memory=64 * GIB, gpu_memory=1 * GIB)
     spec = pair(resources={"device": "cuda"})
-    assert "its GPU share has 2.0 GiB; raise engine.tp_size (now 1)" in faults(spec, small)[0]
+    assert "its GPU share has 1.0 GiB; raise engine.tp_size (now 1)" in faults(spec, small)[0]
+
+
+def test_no_room_for_a_kv_pool(pair: Pair) -> None:
+    small = NodeInventory("g", cpus=8, gpus=1, memory=64 * GIB, gpu_memory=2 * GIB)
+    found = faults(pair(resources={"device": "cuda"}), small)[0]
+    assert found.startswith("engine.context_length: one request of 1 tokens and 64 rows")
+    assert "it holds no request at all, raise engine.mem_fraction_static" in found
 
 
 def test_context_beyond_the_model(pair: Pair) -> None:

@@ -1,0 +1,110 @@
+"""Where routed experts lie and how many of them a step touches. Pure.
+
+The router is taken to choose evenly and each row by itself. Real rows of one tree resemble each
+other and touch fewer; real experts are not equally popular, so real maxima are higher. Both are
+measured, not planned.
+"""
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from overstory.orchestrator.model_facts import TargetFacts
+
+PLANNED_BATCHES = (1, 4, 8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """One step's experts in one layer.
+
+    Attributes:
+        batch: requests in the step.
+        rows: target rows of all of them.
+        touched: distinct routed experts that at least one row chose.
+        rows_per_expert: rows that a touched expert works on.
+        touched_by_busiest: distinct experts on the rank that has most (all of `touched` where
+            every rank holds a slice of every expert).
+        balance: mean over maximum of that, 1.0 where all ranks read the same.
+    """
+
+    batch: int
+    rows: int
+    touched: float
+    rows_per_expert: float
+    touched_by_busiest: float
+    balance: float
+
+
+@dataclass(frozen=True)
+class ExpertPlan:
+    """Placement of one layer's routed experts over the ranks of a replica.
+
+    Attributes:
+        groups: `ep_size`: each group of ranks holds other experts.
+        ranks_per_group: ranks among which each expert's width is cut.
+        experts_per_rank: whole or sliced experts that a rank holds.
+        width_per_rank: intermediate width of an expert on a rank.
+    """
+
+    groups: int
+    ranks_per_group: int
+    experts_per_rank: int
+    width_per_rank: int
+    loads: tuple[ExpertLoad, ...]
+
+
+def distinct_experts(experts: int, chosen: int, rows: int) -> float:
+    """Expected number of distinct experts out of `experts` if each row chooses `chosen` of them."""
+    return experts * (1.0 - (1.0 - chosen / experts) ** rows)
+
+
+def _highest_of(count: int) -> float:
+    """Expected largest of `count` standard normal values (Blom's approximation)."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
+
+
+def busiest_group(experts: int, chosen: int, rows: int, groups: int) -> float:
+    """Expected distinct experts in the group of ranks that has most of them to read."""
+    if groups == 1:
+        return distinct_experts(experts, chosen, rows)
+    size = experts // groups
+    share = 1.0 - (1.0 - chosen / experts) ** rows
+    deviation = math.sqrt(size * share * (1.0 - share))
+    return min(float(size), size * share + _highest_of(groups) * deviation)
+
+
+def expert_load(
+    target: TargetFacts, batch: int, rows_per_request: int, ep_size: int = 1
+) -> ExpertLoad:
+    """The load of a step of `batch` requests with `rows_per_request` rows each."""
+    experts, chosen = target.routed_experts, target.experts_per_token
+    rows = batch * rows_per_request
+    touched = distinct_experts(experts, chosen, rows)
+    busiest = busiest_group(experts, chosen, rows, ep_size)
+    return ExpertLoad(
+        batch=batch,
+        rows=rows,
+        touched=touched,
+        rows_per_expert=rows * chosen / touched,
+        touched_by_busiest=busiest,
+        balance=touched / ep_size / busiest,
+    )
+
+
+def plan_experts(
+    target: TargetFacts, tp_size: int, ep_size: int, rows_per_request: int
+) -> ExpertPlan | None:
+    """Placement and expected loads; None for a model without routed experts."""
+    if not target.routed_experts or not target.experts_per_token:
+        return None
+    inner = tp_size // ep_size
+    return ExpertPlan(
+        groups=ep_size,
+        ranks_per_group=inner,
+        experts_per_rank=target.routed_experts // ep_size,
+        width_per_rank=target.expert_width // inner,
+        loads=tuple(
+            expert_load(target, batch, rows_per_request, ep_size) for batch in PLANNED_BATCHES
+        ),
+    )

@@ -1,0 +1,266 @@
+"""Plans of published models, against what is known of their size."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from overstory.orchestrator import gpu_memory
+from overstory.orchestrator.gpus import H200, RTX_PRO_6000, UnknownGpu, gpu_named, recognise
+from overstory.orchestrator.inventory import NodeInventory
+from overstory.orchestrator.known_models import FOLDER, known_model, known_models
+from overstory.orchestrator.memory import (
+    GIB,
+    checkpoint_bytes,
+    drafter_elements,
+    expert_elements,
+    other_elements,
+)
+from overstory.orchestrator.model_facts import (
+    PlanError,
+    TargetFacts,
+    drafter_from_config,
+    target_from_config,
+)
+from overstory.orchestrator.plan import Plan, check_models, make_plan
+from overstory.orchestrator.plan_text import render_plan
+from overstory.orchestrator.quantization import weight_widths
+from overstory.orchestrator.spec import parse_spec
+
+KIMI, THINKING, DEEPSEEK = "Kimi-K2.6", "Kimi-K2-Thinking", "DeepSeek-V3"
+DRAFTER = "Kimi-K2.6-DFlash"
+
+
+def facts(name: str) -> TargetFacts:
+    model = known_model(name)
+    assert model is not None
+    return target_from_config(name, model.config)
+
+
+def node(number: int = 0, gpu_bytes: float = RTX_PRO_6000.memory) -> NodeInventory:
+    return NodeInventory(f"n{number}", cpus=64, gpus=8, memory=512 * GIB, gpu_memory=gpu_bytes)
+
+
+def document(model: str = KIMI, tp: int = 8, **engine: Any) -> dict[str, Any]:
+    drafter = {"drafter": f"/m/{DRAFTER}"} if model.startswith("Kimi") else {}
+    return {
+        "model": f"/m/{model}",
+        **drafter,
+        "tree": {"budget": 31 if drafter else 0},
+        "resources": {"device": "cuda", "cpus_per_rank": 4},
+        "engine": {
+            "tp_size": tp,
+            "mem_fraction_static": 0.93,
+            "max_running_requests": 32,
+            "cuda_graph_max_bs_decode": 32,
+            "chunked_prefill_size": 4096,
+            **engine,
+        },
+    }
+
+
+def planned(nodes: int = 1, **settings: Any) -> Plan:
+    return make_plan(
+        parse_spec(document(**settings)), [node(i) for i in range(nodes)], published=True
+    )
+
+
+def refused(nodes: int = 1, **settings: Any) -> str:
+    with pytest.raises(PlanError) as caught:
+        planned(nodes, **settings)
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------------------------- known models
+
+
+def test_every_known_model_says_where_each_field_comes_from() -> None:
+    files = sorted(FOLDER.glob("*.json"))
+    assert len(files) == len(known_models()) >= 4
+    for file in files:
+        row = json.loads(file.read_text())
+        assert row["sources"], file
+        assert all(source["fields"] and source["source"] for source in row["sources"]), file
+
+
+def test_kimi_weighs_what_its_files_weigh() -> None:
+    model = known_model(KIMI)
+    assert model is not None
+    assert checkpoint_bytes(facts(KIMI)) == pytest.approx(model.weight_bytes, rel=5e-4)
+
+
+def test_kimi_has_a_trillion_parameters() -> None:
+    total = expert_elements(facts(KIMI)) + other_elements(facts(KIMI))
+    assert total.on_rank(1) == pytest.approx(1.026e12, rel=1e-3)
+
+
+def test_drafter_weighs_what_its_file_weighs() -> None:
+    model = known_model(DRAFTER)
+    assert model is not None
+    drafter = drafter_from_config(DRAFTER, model.config)
+    size = 2 * drafter_elements(drafter, 7168).on_rank(1)
+    assert size == pytest.approx(model.weight_bytes, rel=2e-3)
+
+
+def test_both_kimis_are_of_one_shape_but_for_the_vision_tower() -> None:
+    one, other = facts(KIMI), facts(THINKING)
+    assert expert_elements(one) == expert_elements(other)
+    assert other_elements(one) == other_elements(other)
+    assert (one.vision_elements > 4e8, other.vision_elements) == (True, 0)
+
+
+def test_r1_is_planned_as_v3() -> None:
+    assert known_model("/models/deepseek-r1/") == known_model("DeepSeek-V3")
+    assert known_model("/models/other") is None
+
+
+def test_a_published_shape_never_starts_anything() -> None:
+    with pytest.raises(PlanError, match=r"no folder '/m/Kimi-K2\.6'"):
+        check_models(parse_spec(document()))
+
+
+def test_a_folder_goes_before_the_published_shape(tmp_path: Path) -> None:
+    folder = tmp_path / KIMI
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    spec = parse_spec({**document(), "model": str(folder)})
+    with pytest.raises(PlanError, match="has no kv_lora_rank"):
+        make_plan(spec, [node()], published=True)
+
+
+# ---------------------------------------------------------------------------------- one node, two
+
+
+def test_kimi_on_one_node() -> None:
+    plan = planned(context_length=200_000)
+    assert 70 * GIB < plan.memory.target_weights < 74 * GIB
+    # 61 layers of 576 and the drafter's 6 layers with one head of 128 for key and for value.
+    assert plan.memory.kv_bytes_per_token == 2 * (61 * 576 + 6 * 2 * 128)
+    contexts = dict(plan.contexts)
+    assert contexts[1] == 200_000
+    assert contexts[8] * 8 + 8 * 64 <= plan.memory.kv_tokens
+    assert 20_000 < contexts[8] < 30_000
+    assert 5_000 < contexts[32] < 7_000
+    assert plan.memory.total < RTX_PRO_6000.memory
+    assert plan.memory.beside_pool < plan.memory.spare
+
+
+def test_estimate_leaves_what_another_engine_used_on_the_same_gpus() -> None:
+    """Published for 8 RTX PRO 6000, Kimi-K2.6, fp8 KV, 0.94 of the memory, no drafter: 437,264
+    tokens of KV (local-inference-lab/rtx6kpro, models/kimi-k26.md)."""
+    kv = 437_264 * 61 * 576
+    rest = 0.94 * RTX_PRO_6000.memory - kv - planned().memory.target_weights
+    assert 1 * GIB < rest < 6 * GIB, "context, graphs and buffers"
+
+
+def test_kimi_over_two_nodes() -> None:
+    plan = planned(nodes=2, tp=16, context_length=200_000)
+    (replica,) = plan.replicas
+    assert [len(share.ranks) for share in replica.shares] == [8, 8]
+    assert replica.strategy == "STRICT_SPREAD"
+    assert dict(plan.contexts)[8] > 80_000
+    assert any(port.what.startswith("NCCL") for port in plan.ports)
+    assert plan.memory.target_weights < 0.55 * planned().memory.target_weights
+
+
+@pytest.mark.parametrize(("model", "least"), [(THINKING, 200_000), (DEEPSEEK, 100_000)])
+def test_others_on_one_node(model: str, least: int) -> None:
+    assert dict(planned(model=model).contexts)[1] >= least
+
+
+def test_deepseek_over_two_nodes() -> None:
+    contexts = dict(planned(nodes=2, model=DEEPSEEK, tp=16).contexts)
+    assert contexts[1] == facts(DEEPSEEK).max_positions
+    assert contexts[8] > 70_000
+
+
+def test_a_plan_shows_all_of_it() -> None:
+    text = render_plan(planned(context_length=200_000))
+    for part in (
+        "Longest context  200,000 at batch 1",
+        "CUDA graphs",
+        "buffers of a prefill chunk",
+        "distinct experts",
+        "drawn  node of rank 0",
+        "cuda_graph_max_bs_decode: 32",
+        "planned with the published shape of moonshotai/Kimi-K2.6",
+    ):
+        assert part in text
+    data = json.loads(json.dumps(planned().to_dict()))
+    assert [row["batch"] for row in data["longest_context"]] == [1, 8, 32]
+    assert data["experts"]["loads"][0]["rows"] == 32
+
+
+# ---------------------------------------------------------------------------------- refused
+
+
+def test_too_few_ranks_for_the_weights() -> None:
+    said = refused(tp=4)
+    assert "engine.tp_size: a rank's weights" in said
+    assert "raise engine.tp_size (now 4)" in said
+
+
+def test_context_that_the_pool_does_not_hold() -> None:
+    said = refused(context_length=262_144)
+    assert "engine.context_length: one request of 262144 tokens and 64 rows" in said
+    lower = int(said.split("lower engine.context_length to ")[1].split(",")[0])
+    assert dict(planned(context_length=lower).contexts)[1] == lower
+    assert "set engine.kv_cache_dtype: fp8_e4m3" in said
+
+
+def test_half_the_bytes_of_kv_hold_twice_the_context() -> None:
+    half = planned(context_length=262_144, kv_cache_dtype="fp8_e4m3")
+    assert half.memory.kv_tokens == pytest.approx(2 * planned().memory.kv_tokens, rel=1e-3)
+
+
+def test_pool_larger_than_the_gpu() -> None:
+    assert "engine.max_total_tokens: got 900000" in refused(max_total_tokens=900_000)
+
+
+def test_a_fraction_that_leaves_no_room_for_buffers_is_warned_about() -> None:
+    plan = planned(mem_fraction_static=0.99, chunked_prefill_size=16384)
+    assert any(line.startswith("engine.mem_fraction_static:") for line in plan.warnings)
+
+
+@pytest.mark.parametrize("port", [6379, 8265, 12000])
+def test_ports_that_ray_uses_are_warned_about(port: int) -> None:
+    spec = parse_spec({**document(), "gateway": {"port": port}})
+    warnings = make_plan(spec, [node()], published=True).warnings
+    assert any(line.startswith("gateway.port:") for line in warnings)
+
+
+# ---------------------------------------------------------------------------------- pieces
+
+
+def test_widths_follow_what_a_scheme_leaves_out() -> None:
+    kimi = weight_widths(facts(KIMI).quantization, 2.0)
+    assert (kimi.experts, kimi.attention, kimi.shared, kimi.dense) == (0.5625, 2.0, 2.0, 2.0)
+    deepseek = weight_widths(facts(DEEPSEEK).quantization, 2.0)
+    assert deepseek.attention == deepseek.experts == 1 + 4 / 128**2
+    assert weight_widths({}, 4.0).experts == 4.0
+    assert weight_widths({"quant_method": "awq"}, 2.0).experts == 0.5625
+    eight = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"g": {"weights": {"num_bits": 8}}},
+    }
+    assert weight_widths({**eight, "ignore": ["re:.*self_attn.*"]}, 2.0).attention == 2.0
+    assert weight_widths(eight, 2.0).dense == 1.0
+
+
+def test_graphs_cost_nothing_where_there_are_none() -> None:
+    flags = {"tp_size": 8, "disable_cuda_graph": True}
+    assert gpu_memory.graph_bytes(facts(KIMI), flags, RTX_PRO_6000.memory) == 0
+    tiers = gpu_memory.captured_batches(
+        {"tp_size": 8, "cuda_graph_max_bs_decode": 9, "speculative_algorithm": "DDTREE"}, 0
+    )
+    assert tiers == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_gpus_by_name_and_by_what_the_driver_says() -> None:
+    assert gpu_named("h200") is H200
+    said = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
+    assert recognise(said) is RTX_PRO_6000
+    assert recognise("NVIDIA A100-SXM4-80GB") is None
+    with pytest.raises(UnknownGpu, match="known are h200, rtx-pro-6000"):
+        gpu_named("h300")
