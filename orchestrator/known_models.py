@@ -1,6 +1,6 @@
 """Shapes of published models, for planning where their folders are not at hand.
 
-Each file in `known_models/` holds the fields of a model's `config.json` that planning reads, and
+Each file in `published_models/` holds the fields of a model's `config.json` that planning reads, and
 where each comes from. Nothing starts with them: a rank needs the model's folder.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parent / "known_models"
+FOLDER = Path(__file__).parent / "published_models"
 
 
 @dataclass(frozen=True)
