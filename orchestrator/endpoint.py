@@ -12,6 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from overstory.orchestrator import openai_errors, openai_responses
+from overstory.orchestrator.answer_parsers import AnswerParser, Parts
 from overstory.orchestrator.http_layers import BodyGuard, RequestIds
 from overstory.orchestrator.openai_errors import ApiError
 from overstory.orchestrator.openai_protocol import (
@@ -19,7 +20,7 @@ from overstory.orchestrator.openai_protocol import (
     CompletionRequest,
     GenerationRequest,
 )
-from overstory.orchestrator.openai_responses import ChatShape, Choice, CompletionShape
+from overstory.orchestrator.openai_responses import AnswerReason, ChatShape, Choice, CompletionShape
 from overstory.orchestrator.service import EndpointService, Job, Piece, RunningRequest
 
 Shape = CompletionShape | ChatShape
@@ -152,9 +153,21 @@ async def _whole(running: RunningRequest, job: Job, shape: Shape) -> dict[str, A
         if piece.finish_reason is not None:
             reasons[piece.index] = piece.finish_reason
     choices = [
-        Choice("".join(text), reasons[index], tokens.get(index)) for index, text in enumerate(texts)
+        _choice(job, "".join(text), reasons[index], tokens.get(index))
+        for index, text in enumerate(texts)
     ]
     return shape.whole(choices, running.usage)
+
+
+def _choice(
+    job: Job, text: str, reason: openai_responses.FinishReason, tokens: openai_responses.Logged
+) -> Choice:
+    if job.parser is None:
+        return Choice(text, reason, tokens)
+    parser = job.parser()
+    parts = parser.whole(text)
+    ended: AnswerReason = "tool_calls" if parser.called and reason == "stop" else reason
+    return Choice(parts.content, ended, tokens, parts.reasoning, parts.calls)
 
 
 async def _stream(
@@ -181,16 +194,22 @@ async def _events(
     shape: Shape,
 ) -> AsyncIterator[bytes]:
     opened: set[int] = set()
+    parsers: dict[int, AnswerParser] = {}
     try:
         async for piece in _chain(first, rest):
             text = piece.text
             if piece.index not in opened:
                 opened.add(piece.index)
+                if job.parser is not None:
+                    parsers[piece.index] = job.parser()
                 text = (job.prefixes[piece.index] if job.prefixes else "") + text
                 opening = shape.first(piece.index)
                 if opening is not None:
                     yield openai_responses.stream_json(opening, include_usage)
-            chunk = shape.delta(piece.index, text, piece.finish_reason, piece.tokens)
+            parts, reason = _parts(parsers.get(piece.index), text, piece.finish_reason)
+            if parts == Parts() and reason is None and not piece.tokens:
+                continue
+            chunk = shape.delta(piece.index, parts, reason, piece.tokens)
             yield openai_responses.stream_json(chunk, include_usage)
     except ApiError as error:
         yield openai_responses.error_event(error)
@@ -198,6 +217,16 @@ async def _events(
     if include_usage:
         yield openai_responses.sse(shape.usage(running.usage))
     yield openai_responses.DONE
+
+
+def _parts(
+    parser: AnswerParser | None, text: str, reason: openai_responses.FinishReason | None
+) -> tuple[Parts, AnswerReason | None]:
+    """What a piece of text holds, and the finish reason that this makes of the engine's."""
+    if parser is None:
+        return Parts(text), reason
+    parts = parser.feed(text, last=reason is not None)
+    return parts, "tool_calls" if parser.called and reason == "stop" else reason
 
 
 async def _chain(first: Piece, rest: AsyncIterator[Piece]) -> AsyncIterator[Piece]:

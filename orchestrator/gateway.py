@@ -18,6 +18,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from overstory.orchestrator.admission import Admission
+from overstory.orchestrator.answer_parsers import ParserSettings
 from overstory.orchestrator.endpoint import build_http_app
 from overstory.orchestrator.engine_errors import EngineBusy, EngineDead, RequestRefused
 from overstory.orchestrator.generation import EngineRefused, ReplicaLost, TokenChunk
@@ -71,9 +72,10 @@ class Gateway:
         gateway, model_dir = spec.gateway, resolve_model(spec.model)
         self._backend = ReplicaBackend(replicas)
         context = spec.engine.get("context_length") or read_target(model_dir).max_positions
+        tokenizer = load_tokenizer(model_dir, bool(spec.engine.get("trust_remote_code")))
         self._service = EndpointService(
             spec.served_model_name,
-            load_tokenizer(model_dir, bool(spec.engine.get("trust_remote_code"))),
+            tokenizer,
             self._backend,
             Admission(
                 gateway.max_concurrent_requests * spec.replicas,
@@ -82,6 +84,12 @@ class Gateway:
             ),
             Readiness(self._prove, self._look),
             ServiceLimits(context, context - 1, gateway.request_timeout_s),
+            parsers=ParserSettings(
+                gateway.tool_call_parser,
+                gateway.reasoning_parser,
+                tokenizer.template,
+                tokenizer.vocabulary,
+            ),
         )
         self._max_body_bytes = gateway.max_body_bytes
         self._per_replica = gateway.max_concurrent_requests

@@ -153,6 +153,8 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
             f"The body is not valid JSON: {context.get('error', error['msg'])}", code="invalid_json"
         )
     param = context.get("param") or _dotted(error["loc"])
+    if param is not None and param.startswith("."):
+        param = (_dotted(error["loc"]) or "") + param
     if kind == "request_field":
         return invalid(context["reason"], param=param, code=context["code"])
     if kind == "missing":

@@ -3,8 +3,8 @@ SGLang adds.
 
 Every field is either honoured, harmless, or refused by name; none is dropped in silence. A field
 that cannot be honoured yet passes at the value that means "off", since clients like to send those.
-SGLang's own types (`sglang.srt.entrypoints.openai.protocol`) would cost the gateway 20 s and 0.9
-GB of imports.
+SGLang's own types (`sglang.srt.entrypoints.openai.protocol`) let unknown fields pass; the parsers
+get theirs in `answer_parsers`.
 """
 
 import difflib
@@ -13,8 +13,17 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, Field, field_validator, model_validator
+
+from overstory.orchestrator.openai_tools import (
+    MAX_TOOLS,
+    ChatMessage,
+    Choosing,
+    NamedTool,
+    Strict,
+    ToolSpec,
+    field_error,
+)
 
 MAX_CHOICES = 128
 """Most sequences that one request may ask for."""
@@ -31,7 +40,7 @@ _MAX_ID_DIGITS = 9
 HARMLESS = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-        "prompt_cache_retention", "parallel_tool_calls",
+        "prompt_cache_retention",
     }
 )  # fmt: skip
 """Accepted and of no effect on the text."""
@@ -42,18 +51,18 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "reasoning_effort": (),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),
     "json_schema": (),
     "stop_regex": (),
     "no_stop_trim": (False,),
-    "skip_special_tokens": (True,),
     "lora_path": (),
     "return_hidden_states": (False,),
 }
@@ -65,19 +74,7 @@ def known_fields(request: type[BaseModel]) -> set[str]:
     return {*request.model_fields, *HARMLESS, *_OFF}
 
 
-def field_error(param: str, reason: str, code: str = "invalid_value") -> PydanticCustomError:
-    """A finding about one field, for `openai_errors.from_validation`."""
-    context = {"param": param, "reason": reason, "code": code}
-    return PydanticCustomError("request_field", "{param}: {reason}", context)
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """Options of a streamed answer."""
 
     include_usage: bool = False
@@ -91,7 +88,7 @@ Constraint = tuple[str, str]
 """A kind of grammar by SGLang's name, and its text."""
 
 
-class JsonSchema(_Strict):
+class JsonSchema(Strict):
     """A named JSON schema."""
 
     name: str = Field(min_length=1, max_length=64)
@@ -107,7 +104,7 @@ class JsonSchema(_Strict):
     """Accepted; the text always fits."""
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(Strict):
     """What the text must be."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -138,7 +135,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0)]
 
 
-class GenerationRequest(_Strict):
+class GenerationRequest(Strict):
     """Fields that both endpoints share."""
 
     model: str
@@ -166,7 +163,7 @@ class GenerationRequest(_Strict):
     """Divides the positive logits of tokens that are in the output, multiplies the negative ones;
     1 for none."""
 
-    logit_bias: dict[str, float] = {}
+    logit_bias: dict[str, float] = Field(default={})
     """Added to the logits of tokens, by id."""
 
     min_tokens: int = Field(default=0, ge=0)
@@ -188,14 +185,17 @@ class GenerationRequest(_Strict):
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     """Choices per prompt."""
 
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] = []
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] = Field(default=[])
     """Strings that end the text; they are not part of it."""
 
-    stop_token_ids: list[TokenId] = []
+    stop_token_ids: list[TokenId] = Field(default=[])
     """Token ids that end the text besides the model's own."""
 
     ignore_eos: bool = False
     """Go on past the model's end tokens, to max_tokens (for load tests)."""
+
+    skip_special_tokens: bool = True
+    """Leave the model's special tokens out of the text."""
 
     stream: bool = False
     """Send text as it is generated, as server-sent events."""
@@ -343,43 +343,6 @@ class CompletionRequest(GenerationRequest):
         return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
 
 
-class TextPart(_Strict):
-    """A piece of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(_Strict):
-    """One turn of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_empty(cls, data: Any) -> Any:
-        """Clients send an assistant's answer back with its empty fields (`refusal`, `tool_calls`,
-        ...)."""
-        if not isinstance(data, Mapping):
-            return data
-        return {
-            name: value
-            for name, value in data.items()
-            if name in cls.model_fields or value not in (None, [], {})
-        }
-
-    def for_template(self) -> dict[str, str]:
-        """The message as chat templates expect it; `developer` is OpenAI's later name of
-        `system`."""
-        content = self.content
-        if not isinstance(content, str):
-            content = "".join(part.text for part in content)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
-        return message if self.name is None else {**message, "name": self.name}
-
-
 class ChatCompletionRequest(GenerationRequest):
     """Body of `POST /v1/chat/completions`."""
 
@@ -398,8 +361,52 @@ class ChatCompletionRequest(GenerationRequest):
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_CHAT_LOGPROBS)
     """And of this many alternatives at each position; only with logprobs."""
 
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field(default={})
     """Variables for the model's chat template."""
+
+    tools: list[ToolSpec] = Field(default=[], max_length=MAX_TOOLS)
+    """What the model may call."""
+
+    tool_choice: Choosing | None = None
+    """Whether it may or must. Unset: auto where there are tools."""
+
+    parallel_tool_calls: bool = True
+    """Whether one answer may hold several calls."""
+
+    reasoning_effort: (
+        Literal["none", "no_think", "minimal", "low", "medium", "high", "xhigh", "max"] | None
+    ) = None
+    """A variable for the model's chat template."""
+
+    separate_reasoning: bool = True
+    """Put reasoning into `reasoning_content`, where the deployment has a reasoning parser."""
+
+    stream_reasoning: bool = True
+    """Stream reasoning as it comes, instead of whole at its end."""
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> "ChatCompletionRequest":
+        names = [tool.function.name for tool in self.tools]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise field_error("tools", f"the function {twice} is there more than once")
+        if self.forces_tools and not names:
+            raise field_error("tool_choice", "tool_choice asks for a call, but there are no tools")
+        if isinstance(self.tool_choice, NamedTool):
+            wanted = self.tool_choice.function.name
+            if wanted not in names:
+                raise field_error("tool_choice", f"tool_choice: there is no tool {wanted}")
+        return self
+
+    @property
+    def forces_tools(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def uses_tools(self) -> bool:
+        """Whether the answer may be a call."""
+        return bool(self.tools) and self.tool_choice != "none"
 
     @model_validator(mode="after")
     def _one_limit(self) -> "ChatCompletionRequest":

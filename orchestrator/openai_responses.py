@@ -5,10 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from overstory.orchestrator.answer_parsers import CallDelta, Parts
 from overstory.orchestrator.openai_errors import ApiError
 from overstory.orchestrator.token_text import TokenText
 
 FinishReason = Literal["stop", "length"]
+"""How a sequence ends."""
+
+AnswerReason = Literal["stop", "length", "tool_calls"]
+"""How an answer ends: one with calls that went to its end says so."""
 
 DONE = b"data: [DONE]\n\n"
 """The end of a stream that went well."""
@@ -56,8 +61,10 @@ class Choice:
     """A finished choice."""
 
     text: str
-    finish_reason: FinishReason
+    finish_reason: AnswerReason
     tokens: Logged = None
+    reasoning: str = ""
+    calls: tuple[CallDelta, ...] = ()
 
 
 def json_bytes(value: Any) -> bytes:
@@ -106,10 +113,11 @@ class CompletionShape:
         return None
 
     def delta(
-        self, index: int, text: str, finish_reason: FinishReason | None, tokens: Logged = None
+        self, index: int, parts: Parts, finish_reason: AnswerReason | None, tokens: Logged = None
     ) -> dict[str, Any]:
         """A chunk with a piece of a choice."""
-        return {**self._head, "choices": [_text_choice(index, text, finish_reason, tokens)]}
+        choice = _text_choice(index, parts.content, finish_reason, tokens)
+        return {**self._head, "choices": [choice]}
 
     def usage(self, usage: Usage) -> dict[str, Any]:
         """The last chunk, where asked for."""
@@ -127,7 +135,7 @@ class ChatShape:
         listed = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "message": _message(choice),
                 "logprobs": _chat_logprobs(choice.tokens),
                 "finish_reason": choice.finish_reason,
             }
@@ -142,11 +150,10 @@ class ChatShape:
         return self._chunk([_chat_delta(index, {"role": "assistant", "content": ""}, None, None)])
 
     def delta(
-        self, index: int, text: str, finish_reason: FinishReason | None, tokens: Logged = None
+        self, index: int, parts: Parts, finish_reason: AnswerReason | None, tokens: Logged = None
     ) -> dict[str, Any]:
         """A chunk with a piece of a choice."""
-        content = {"content": text} if text else {}
-        return self._chunk([_chat_delta(index, content, finish_reason, tokens)])
+        return self._chunk([_chat_delta(index, _delta(parts), finish_reason, tokens)])
 
     def usage(self, usage: Usage) -> dict[str, Any]:
         """The last chunk, where asked for."""
@@ -157,7 +164,7 @@ class ChatShape:
 
 
 def _text_choice(
-    index: int, text: str, finish_reason: FinishReason | None, tokens: Logged
+    index: int, text: str, finish_reason: AnswerReason | None, tokens: Logged
 ) -> dict[str, Any]:
     return {
         "index": index,
@@ -168,7 +175,7 @@ def _text_choice(
 
 
 def _chat_delta(
-    index: int, delta: dict[str, str], finish_reason: FinishReason | None, tokens: Logged
+    index: int, delta: dict[str, Any], finish_reason: AnswerReason | None, tokens: Logged
 ) -> dict[str, Any]:
     return {
         "index": index,
@@ -176,6 +183,46 @@ def _chat_delta(
         "logprobs": _chat_logprobs(tokens),
         "finish_reason": finish_reason,
     }
+
+
+def _message(choice: Choice) -> dict[str, Any]:
+    """An answer as a message; `reasoning_content` is SGLang's and vLLM's."""
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": choice.text if choice.text or not choice.calls else None,
+        "refusal": None,
+    }
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
+    if choice.calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in choice.calls
+        ]
+    return message
+
+
+def _delta(parts: Parts) -> dict[str, Any]:
+    """What of a message is new; pieces of one call go together."""
+    delta: dict[str, Any] = {}
+    if parts.content:
+        delta["content"] = parts.content
+    if parts.reasoning:
+        delta["reasoning_content"] = parts.reasoning
+    calls: dict[int, dict[str, Any]] = {}
+    for call in parts.calls:
+        entry = calls.setdefault(call.index, {"index": call.index, "function": {"arguments": ""}})
+        if call.name is not None:
+            entry |= {"id": call.id, "type": "function"}
+            entry["function"] = {"name": call.name, **entry["function"]}
+        entry["function"]["arguments"] += call.arguments
+    if calls:
+        delta["tool_calls"] = list(calls.values())
+    return delta
 
 
 def _text_logprobs(tokens: Logged) -> dict[str, Any] | None:

@@ -5,11 +5,13 @@ Knows neither HTTP nor Ray; `endpoint` puts HTTP around it, `gateway` puts it in
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from overstory.orchestrator import openai_errors
 from overstory.orchestrator.admission import Admission, QueueFull, Slot
+from overstory.orchestrator.answer_parsers import AnswerParser, ChatPlan, ParserSettings
 from overstory.orchestrator.generation import (
     Backend,
     ChoicePlan,
@@ -25,6 +27,7 @@ from overstory.orchestrator.openai_protocol import (
     MAX_CHOICES,
     ChatCompletionRequest,
     CompletionRequest,
+    Constraint,
     GenerationRequest,
 )
 from overstory.orchestrator.openai_responses import Usage
@@ -56,12 +59,15 @@ class ServiceLimits:
 @dataclass(frozen=True, slots=True)
 class Job:
     """A request, checked and in tokens. `prefixes` is text to put before each choice (`echo`),
-    `logprobs` the number of alternatives to log, None for no log-probabilities."""
+    `logprobs` the number of alternatives to log, None for no log-probabilities. `special_tokens`
+    keeps the model's special tokens in the text, `parser` makes the parser of a choice's text."""
 
     plans: tuple[ChoicePlan, ...]
     stops: tuple[str, ...]
     prefixes: tuple[str, ...]
     logprobs: int | None
+    special_tokens: bool = False
+    parser: Callable[[], AnswerParser] | None = None
 
 
 class RunningRequest:
@@ -108,7 +114,9 @@ class EndpointService:
         admission: Admission,
         readiness: Readiness,
         limits: ServiceLimits,
+        parsers: ParserSettings | None = None,
     ) -> None:
+        """`parsers` find tool calls and reasoning in chats."""
         self.served_name = served_name
         self.readiness = readiness
         self.limits = limits
@@ -116,6 +124,7 @@ class EndpointService:
         self.admission = admission
         self._tokenizer = tokenizer
         self._backend = backend
+        self._parsers = parsers or ParserSettings()
 
     async def plan_completion(self, request: CompletionRequest) -> Job:
         """Check and tokenize `POST /v1/completions`."""
@@ -129,18 +138,26 @@ class EndpointService:
                 for prompt in prompts
             ]
             prefixes = [text for text in texts for _ in range(request.n)]
-        return self._job(request, ids, request.max_tokens, "prompt", tuple(prefixes))
+        plan = ChatPlan(constraint=request.constraint)
+        return self._job(request, ids, request.max_tokens, "prompt", tuple(prefixes), plan)
 
     async def plan_chat(self, request: ChatCompletionRequest) -> Job:
         """Check, render and tokenize `POST /v1/chat/completions`."""
         self._check_servable(request, 1)
+        plan = await self._plan(request)
         messages = [message.for_template() for message in request.messages]
+        tools = {} if plan.tools is None else {"tools": plan.tools}
         try:
-            text = self._tokenizer.render_chat(messages, **request.chat_template_kwargs)
+            text = self._tokenizer.render_chat(messages, **{**plan.variables, **tools})
         except ChatTemplateError as error:
             raise openai_errors.invalid(str(error), "messages") from error
         ids = await self._encode(text, special=False, param="messages")
-        return self._job(request, [ids], request.limit, "messages", ())
+        return self._job(request, [ids], request.limit, "messages", (), plan)
+
+    async def _plan(self, request: ChatCompletionRequest) -> ChatPlan:
+        if request.uses_tools:  # a schema may be large, and the first one imports SGLang's parsers
+            return await asyncio.to_thread(self._parsers.plan, request)
+        return self._parsers.plan(request)
 
     async def open(self, job: Job, request_id: str, stream: bool) -> RunningRequest:
         """A slot and a generation that has not begun. Unless it is to `stream`, nobody sees its
@@ -160,7 +177,7 @@ class EndpointService:
             job.plans,
             job.stops,
             backend=self._backend,
-            decode=self._tokenizer.decode,
+            decode=partial(self._tokenizer.decode, special=job.special_tokens),
             journal=self.journal,
             deadline_s=deadline_s,
             hold_s=0.0 if stream else _HOLD_WHOLE_S,
@@ -275,6 +292,7 @@ class EndpointService:
         max_new: int | None,
         param: str,
         prefixes: tuple[str, ...],
+        plan: ChatPlan,
     ) -> Job:
         self._check_token_ids(request)
         plans: list[ChoicePlan] = []
@@ -287,8 +305,16 @@ class EndpointService:
                 )
             seed = draw_seed() if request.seed is None else fold_seed(request.seed)
             for choice_seed in choice_seeds(seed, request.n):
-                plans.append(ChoicePlan(number, ids, _sampling(request, choice_seed, new)))
-        return Job(tuple(plans), request.stops, prefixes, request.alternatives)
+                sampling = _sampling(request, choice_seed, new, plan.constraint)
+                plans.append(ChoicePlan(number, ids, sampling))
+        return Job(
+            tuple(plans),
+            (*request.stops, *plan.stops),
+            prefixes,
+            request.alternatives,
+            plan.special_tokens or not request.skip_special_tokens,
+            plan.parser,
+        )
 
     def _new_tokens(self, prompt: int, wanted: int | None, param: str) -> int:
         context = self.limits.context_tokens
@@ -315,7 +341,9 @@ class EndpointService:
         return tuple(self._tokenizer.encode("1", True)) or (0,)
 
 
-def _sampling(request: GenerationRequest, seed: int, max_new_tokens: int) -> Sampling:
+def _sampling(
+    request: GenerationRequest, seed: int, max_new_tokens: int, constraint: Constraint | None
+) -> Sampling:
     return Sampling(
         seed=seed,
         max_new_tokens=max_new_tokens,
@@ -330,5 +358,5 @@ def _sampling(request: GenerationRequest, seed: int, max_new_tokens: int) -> Sam
         presence_penalty=request.presence_penalty,
         repetition_penalty=request.repetition_penalty,
         min_new_tokens=request.min_tokens,
-        constraint=request.constraint,
+        constraint=constraint,
     )

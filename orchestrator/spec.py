@@ -21,6 +21,11 @@ from pydantic import (
 )
 
 from overstory.orchestrator.engine_args import check_engine_args
+from overstory.orchestrator.parser_names import (
+    REASONING_PARSERS,
+    TOOL_CALL_PARSERS,
+    check_parser,
+)
 from overstory.orchestrator.spec_errors import SpecError, from_validation_error
 
 MAX_TREE_NODES = 63
@@ -100,6 +105,23 @@ class GatewaySpec(_Section):
 
     request_timeout_s: float = Field(default=600.0, gt=0)
     """Longest a request may take, waiting included, in seconds; then it is aborted (504)."""
+
+    tool_call_parser: str | None = None
+    """Parser of tool calls, by SGLang's name (`kimi_k2`, ...). Unset: tools only where
+    `tool_choice` forces a call."""
+
+    reasoning_parser: str | None = None
+    """Parser of reasoning, by SGLang's name (`kimi_k2`, ...). Unset: reasoning is content."""
+
+    @field_validator("tool_call_parser")
+    @classmethod
+    def _known_tool_call_parser(cls, name: str | None) -> str | None:
+        return check_parser(name, TOOL_CALL_PARSERS)
+
+    @field_validator("reasoning_parser")
+    @classmethod
+    def _known_reasoning_parser(cls, name: str | None) -> str | None:
+        return check_parser(name, REASONING_PARSERS)
 
 
 class ControlSpec(_Section):

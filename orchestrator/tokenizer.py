@@ -39,8 +39,15 @@ class Tokenizer(Protocol):
         """Ids of `text`; `special` adds what the model wants around a plain prompt."""
         ...
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids` without special tokens."""
+    template: str | None
+    """The chat template's source, if the model has one."""
+
+    def vocabulary(self) -> Mapping[str, int]:
+        """Tokens as the vocabulary spells them, to ids."""
+        ...
+
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """Text of `ids`, with or without special tokens."""
         ...
 
     def token(self, token_id: int) -> TokenText:
@@ -87,18 +94,23 @@ class FileTokenizer:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         self.max_token_chars = max(map(len, vocabulary))
+        self.template = chat_template
         self._template = _compile(chat_template) if chat_template else None
         self._named = {
             name: _token_text(config[name]) for name in _NAMED_TOKENS if config.get(name)
         }
 
+    def vocabulary(self) -> Mapping[str, int]:
+        """See `Tokenizer.vocabulary`."""
+        return dict(self._tokenizer.get_vocab(with_added_tokens=True))
+
     def encode(self, text: str, special: bool = True) -> list[int]:
         """See `Tokenizer.encode`."""
         return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """See `Tokenizer.decode`."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special))
 
     def token(self, token_id: int) -> TokenText:
         """See `Tokenizer.token`."""
@@ -134,14 +146,19 @@ class TransformersTokenizer:
             raise ValueError(f"model {model_dir}: no tokenizer could be read: {error}") from error
         self.vocab_size = len(self._tokenizer)
         self.max_token_chars = max(map(len, self._tokenizer.get_vocab()))
+        self.template = self._tokenizer.chat_template
+
+    def vocabulary(self) -> Mapping[str, int]:
+        """See `Tokenizer.vocabulary`."""
+        return dict(self._tokenizer.get_vocab())
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """See `Tokenizer.encode`."""
         return list(self._tokenizer.encode(text, add_special_tokens=special))
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """See `Tokenizer.decode`."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special))
 
     def token(self, token_id: int) -> TokenText:
         """See `Tokenizer.token`."""

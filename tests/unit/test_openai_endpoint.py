@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from overstory.orchestrator.admission import Admission
+from overstory.orchestrator.answer_parsers import ParserSettings
 from overstory.orchestrator.endpoint import build_http_app
 from overstory.orchestrator.generation import (
     EngineRefused,
@@ -32,11 +33,15 @@ class Codepoints:
 
     vocab_size = 0x110000
     max_token_chars = 1
+    template: str | None = None
+
+    def vocabulary(self) -> dict[str, int]:
+        return {}
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         return [ord(char) for char in text]
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
         return "".join(map(chr, ids))
 
     def token(self, token_id: int) -> TokenText:
@@ -100,7 +105,13 @@ class World:
     """Client, service and backend of one test."""
 
     def __init__(
-        self, backend: ScriptedBackend, concurrent: int = 8, queued: int = 8, timeout_s: float = 30
+        self,
+        backend: ScriptedBackend,
+        concurrent: int = 8,
+        queued: int = 8,
+        timeout_s: float = 30,
+        parsers: ParserSettings | None = None,
+        context: int = CONTEXT,
     ) -> None:
         async def nothing() -> None:
             pass
@@ -114,7 +125,8 @@ class World:
             backend,
             Admission(concurrent, queued),
             readiness,
-            ServiceLimits(CONTEXT, LONGEST_PROMPT, timeout_s),
+            ServiceLimits(context, context - CONTEXT + LONGEST_PROMPT, timeout_s),
+            parsers=parsers,
         )
         app = build_http_app(self.service, MAX_BODY)
         self.client = httpx.AsyncClient(

@@ -112,12 +112,10 @@ def test_a_model_must_be_named(model: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("field", "asking", "off"),
     [
-        ("tools", [{"type": "function"}], []),
-        ("tool_choice", "required", "auto"),
         ("best_of", 2, 1),
         ("suffix", "x", ""),
         ("json_schema", "{}", None),
-        ("skip_special_tokens", False, True),
+        ("lora_path", "x", None),
     ],
 )
 def test_what_cannot_be_done_yet_is_refused_unless_it_asks_for_nothing(

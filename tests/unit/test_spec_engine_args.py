@@ -62,7 +62,7 @@ def test_vllm_names_point_to_ours(vllm: str, ours: str) -> None:
         ("dp_size", 2, "use `replicas`"),
         ("dist_init_addr", "h:1", "Overstory places the ranks"),
         ("attention_backend", "triton", "Overstory brings its own"),
-        ("tool_call_parser", "kimi_k2", "acts only in SGLang's own HTTP server"),
+        ("tool_call_parser", "kimi_k2", "use `gateway.tool_call_parser`"),
         ("api_key", "x", "put a proxy"),
     ],
 )
