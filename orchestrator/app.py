@@ -4,11 +4,14 @@ from typing import Any
 
 from ray import serve
 from ray.serve import Application, Deployment
+from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
 from overstory.orchestrator.gateway import Gateway
 from overstory.orchestrator.replica import Replica
+from overstory.orchestrator.replica_board import DRAIN_S
 from overstory.orchestrator.replica_setup import bundles
+from overstory.orchestrator.routing import ROUTER
 from overstory.orchestrator.spec import DeploymentSpec
 
 _UNBOUNDED = 1_000_000
@@ -42,8 +45,9 @@ def replica_deployment(
         max_ongoing_requests=_UNBOUNDED,
         health_check_period_s=2,
         health_check_timeout_s=30,
-        graceful_shutdown_timeout_s=30,
+        graceful_shutdown_timeout_s=DRAIN_S + 10,
         graceful_shutdown_wait_loop_s=0.5,
+        request_router_config=RequestRouterConfig(request_router_class=ROUTER),
         max_constructor_retry_count=1,
         logging_config=_QUIET,
     )

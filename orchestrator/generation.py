@@ -7,51 +7,17 @@ drive it as it is.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
 
-from overstory.orchestrator.journal import GenerateCall, Journal, JournalEntry
+from overstory.orchestrator.backend import Backend, EngineRefused, TokenChunk, TokenLogprobs
+from overstory.orchestrator.journal import Journal, JournalEntry
 from overstory.orchestrator.openai_responses import FinishReason, LoggedToken, Usage
+from overstory.orchestrator.resume import Carrier, ResumeLimits
 from overstory.orchestrator.sampling import Sampling
 from overstory.orchestrator.text import Decode, TextStep, TextStream, TokenTrail
 from overstory.orchestrator.token_text import TokenText
-
-
-class ReplicaLost(Exception):
-    """The replica that served a sequence is gone, with the cause."""
-
-
-class EngineRefused(Exception):
-    """The engine ended a sequence that nobody here aborted, with its reason; `status` is the HTTP
-    status it names."""
-
-    def __init__(self, message: str, status: int = 500) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class TokenLogprobs(NamedTuple):
-    """Natural logarithms of probabilities at one position: the token's own, and (token id, value)
-    of the most probable ones, best first."""
-
-    own: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class TokenChunk:
-    """Tokens that one step of the engine committed to one sequence.
-
-    `finish` is SGLang's finish reason with the last chunk, None before: `{"type": "stop",
-    "matched": id}`, `{"type": "length", ...}` or `{"type": "abort", "message": ...}`.
-    """
-
-    ids: list[int]
-    finish: dict[str, Any] | None = None
-    logprobs: list[TokenLogprobs] | None = None
-    """One per id, where the call asks for them."""
 
 
 async def held_together(
@@ -69,18 +35,6 @@ async def held_together(
         if chunk.finish is not None or clock() - sent_s >= hold_s:
             yield TokenChunk(held, chunk.finish, logprobs)
             held, logprobs, sent_s = [], None, clock()
-
-
-class Backend(Protocol):
-    """Where tokens come from."""
-
-    def generate(self, call: GenerateCall) -> AsyncGenerator[TokenChunk, None]:
-        """Chunks up to one with a finish reason; closing the generator early aborts the sequence.
-
-        Raises:
-            ReplicaLost: as the class says.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +88,13 @@ class Generation:
         deadline_s: float,
         hold_s: float = 0.0,
         on_commit: Callable[[], None] | None = None,
+        on_loss: Callable[[str], None] | None = None,
         logprobs: LogprobsAsked | None = None,
+        resume: ResumeLimits | None = None,
     ) -> None:
         """`deadline_s` is on the event loop's clock; `hold_s` as in `GenerateCall`; `on_commit` is
-        called whenever a replica has committed tokens."""
+        called whenever a replica has committed tokens, `on_loss` with the cause whenever one was
+        lost, `resume` says how far a choice is carried on then."""
         self._request_id = request_id
         self._plans = plans
         self._stops = stops
@@ -147,6 +104,8 @@ class Generation:
         self._deadline_s = deadline_s
         self._hold_s = hold_s
         self._on_commit = on_commit
+        self._on_loss = on_loss
+        self._resume = resume or ResumeLimits()
         self._logprobs = logprobs
         self._entries: list[JournalEntry] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -164,7 +123,8 @@ class Generation:
 
         Raises:
             TimeoutError: the deadline has passed.
-            ReplicaLost, EngineRefused: from the first choice that fails; the others are aborted.
+            ReplicaLost, EngineRefused: from the first choice that could not be carried on; the
+                others are aborted.
         """
         self._start()
         unfinished = len(self._plans)
@@ -199,8 +159,15 @@ class Generation:
     async def _run(self, index: int, entry: JournalEntry) -> None:
         """Feed one choice's pieces, or what ended it, into the queue."""
         try:
-            call = entry.call(self._hold_s, self._logprobs.top if self._logprobs else None)
-            async with aclosing(self._backend.generate(call)) as chunks:
+            carrier = Carrier(
+                self._backend,
+                entry,
+                self._hold_s,
+                self._logprobs.top if self._logprobs else None,
+                self._resume,
+                self._lost,
+            )
+            async with aclosing(carrier.chunks()) as chunks:
                 await self._follow(index, entry, chunks)
         except Exception as error:
             self._journal.close(entry, "failed")
@@ -233,7 +200,11 @@ class Generation:
                 return
             if step.text:
                 self._pieces.put_nowait(Piece(index, step.text, None, tokens))
-        raise ReplicaLost("the replica's answer ended before the sequence did")
+        raise AssertionError("a sequence was carried on to its end and has none")
+
+    def _lost(self, cause: str) -> None:
+        if self._on_loss is not None:
+            self._on_loss(cause)
 
     def _finish(self, entry: JournalEntry, piece: Piece) -> None:
         assert piece.finish_reason is not None

@@ -40,7 +40,8 @@ class GenerateCall:
 
 @dataclass(slots=True)
 class JournalEntry:
-    """One sequence. `started_s` is on the clock of whoever opens it."""
+    """One sequence. `started_s` is on the clock of whoever opens it; `moves` counts how often it
+    went on with another call."""
 
     rid: str
     prompt_ids: tuple[int, ...]
@@ -48,6 +49,7 @@ class JournalEntry:
     started_s: float
     committed: list[int] = field(default_factory=list)
     outcome: Outcome | None = None
+    moves: int = 0
 
     def commit(self, ids: Sequence[int]) -> None:
         """Tokens that the engine has decided for good."""
@@ -58,10 +60,13 @@ class JournalEntry:
         )
 
     def call(self, hold_s: float = 0.0, logprobs: int | None = None) -> GenerateCall:
-        """The call that produces what is still missing, from the start or after a loss."""
+        """The call that produces what is still missing, from the start or after a loss.
+
+        After a move it has another `rid`: the replica of the call before may still know that one.
+        """
         assert self.outcome is None, f"{self.rid} ended ({self.outcome})"
         return GenerateCall(
-            rid=self.rid,
+            rid=f"{self.rid}.{self.moves}" if self.moves else self.rid,
             input_ids=(*self.prompt_ids, *self.committed),
             sampling=self.sampling.after(len(self.committed)),
             hold_s=hold_s,

@@ -14,8 +14,8 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from overstory.orchestrator.backend import TokenChunk
 from overstory.orchestrator.engine_errors import EngineDead, RankDeath, RequestRefused
-from overstory.orchestrator.generation import TokenChunk
 from overstory.orchestrator.journal import GenerateCall
 from overstory.orchestrator.spec import DeploymentSpec
 from overstory.orchestrator.tokenizer import load_tokenizer

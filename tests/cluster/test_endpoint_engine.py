@@ -14,7 +14,7 @@ import pytest
 import ray
 from fixtures_endpoint import REAL_START_S, Endpoint, ready, wait_until
 
-from overstory.orchestrator.generation import TokenChunk
+from overstory.orchestrator.backend import TokenChunk
 from overstory.orchestrator.journal import GenerateCall
 from overstory.orchestrator.rank_group import CONTROL, NAMESPACE, call
 from overstory.orchestrator.sampling import Sampling

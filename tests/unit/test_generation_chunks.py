@@ -3,7 +3,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from overstory.orchestrator.generation import TokenChunk, TokenLogprobs, held_together
+from overstory.orchestrator.backend import TokenChunk, TokenLogprobs
+from overstory.orchestrator.generation import held_together
 
 
 def _logprobs(ids: list[int]) -> list[TokenLogprobs]:

@@ -63,3 +63,21 @@ def check_request(
     if arguments.speculative_algorithm != ALGORITHM:
         return original(req, enable_overlap)
     return refusal(req, str(arguments.grammar_backend))
+
+
+_KEPT_BACK = 4
+"""Positions below the longest request that SGLang takes no prompt of (``max_req_input_len`` is 5
+less than its longest request; a prompt must be below it)."""
+
+
+def allow_earlier_output(
+    original: Callable[[Req, int, bool], str | None],
+    req: Req,
+    max_req_input_len: int,
+    allow_auto_truncate: bool,
+) -> str | None:
+    """AROUND hook on SGLang's ``validate_input_length``: output of an earlier replica may reach
+    into the positions that are kept back from prompts, as output does."""
+    earlier = (req.sampling_params.custom_params or {}).get(EARLIER_OUTPUT, 0)
+    more = min(earlier, _KEPT_BACK) if type(earlier) is int else 0
+    return original(req, max_req_input_len + more, allow_auto_truncate)

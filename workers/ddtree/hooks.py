@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from overstory.workers.ddtree import algorithm
-from overstory.workers.ddtree.admission import check_request
+from overstory.workers.ddtree.admission import allow_earlier_output, check_request
 from overstory.workers.ddtree.finish import finish_within_limit
 from overstory.workers.ddtree.grammar import with_backend
 from overstory.workers.ddtree.headroom import widen_rows
@@ -68,6 +68,12 @@ def patches() -> list[Patch]:
             "around",
             check_request,
             "requests that a tree cannot serve exactly would be served inexactly",
+        ),
+        hook(
+            "sglang.srt.managers.utils.validate_input_length",
+            "around",
+            allow_earlier_output,
+            "sequences near the end of the context could not go on on another replica",
         ),
         hook(
             "sglang.srt.managers.schedule_batch.Req.update_finish_state",

@@ -496,6 +496,11 @@ DDTREE: tuple[Entry, ...] = (
         "hooked: refuses what a tree cannot serve exactly",
     ),
     Internal(
+        f"{_SRT}.managers.utils.validate_input_length",
+        "hooked: output of an earlier replica is no prompt",
+        "req max_req_input_len allow_auto_truncate",
+    ),
+    Internal(
         f"{_SRT}.managers.schedule_batch.Req.update_finish_state",
         "hooked: nothing after a stop token",
     ),

@@ -1,0 +1,136 @@
+"""What a gateway process knows of its replicas: which run, which to avoid, which call is on which.
+
+Pure. Serve's router and the gateway's calls may live on different event loops, hence the lock. The
+router tells what it knows (`update`, `routed`); a call learns from it that it has to leave.
+
+A call whose replica no longer runs leaves at once where another replica can take it. Where none
+can, it stays as long as Serve lets it (`drain_s`): until then the old replica still brings tokens.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+
+DRAIN_S = 20.0
+"""Longest that a call stays on a replica that is to go. Serve kills it 10 s later."""
+
+
+class PlacedCall:
+    """One call of a replica. `replica` is known once it is routed; `leave` is set, on the loop of
+    the call, when it has to go elsewhere."""
+
+    def __init__(self) -> None:
+        self.replica: str | None = None
+        self.leave = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self.absent_since_s: float | None = None
+
+    def tell(self) -> None:
+        """From any thread."""
+        self._loop.call_soon_threadsafe(self.leave.set)
+
+    def later(self, delay_s: float, act: Callable[[], None]) -> None:
+        """From any thread: `act` on the call's loop after `delay_s`."""
+        self._loop.call_soon_threadsafe(lambda: self._loop.call_later(delay_s, act))
+
+
+class ReplicaBoard:
+    """The knowledge of one process about one deployment. All methods are safe in any thread."""
+
+    def __init__(
+        self, drain_s: float = DRAIN_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._drain_s = drain_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._running: frozenset[str] | None = None
+        self._shunned: dict[str, float] = {}
+        self._calls: dict[str, PlacedCall] = {}
+
+    @contextmanager
+    def following(self, rid: str) -> Iterator[PlacedCall]:
+        """Keeps a call on the board while the block runs."""
+        call = PlacedCall()
+        with self._lock:
+            self._calls[rid] = call
+        try:
+            yield call
+        finally:
+            with self._lock:
+                del self._calls[rid]
+
+    def update(self, running: Collection[str]) -> None:
+        """These replicas run; Serve sends nothing new to others."""
+        with self._lock:
+            self._running = frozenset(running)
+            self._shunned = {name: t for name, t in self._shunned.items() if name in self._running}
+        self._judge()
+
+    def routed(self, rid: str, replica: str) -> None:
+        """The call `rid` is on `replica`; unknown calls are ignored."""
+        with self._lock:
+            call = self._calls.get(rid)
+            if call is not None:
+                call.replica = replica
+        self._judge()
+
+    def shun(self, replica: str | None, for_s: float) -> None:
+        """Send nothing to it for so long, unless it is gone before. None: the call was on none."""
+        if replica is not None:
+            with self._lock:
+                self._shunned[replica] = self._clock() + for_s
+
+    def usable(self, replica: str) -> bool:
+        """Whether to send calls to it."""
+        with self._lock:
+            return self._usable(replica)
+
+    def _usable(self, replica: str) -> bool:
+        return self._shunned.get(replica, 0.0) <= self._clock()
+
+    def _judge(self) -> None:
+        """Tell the calls that have to leave now, and look again when others may have to."""
+        with self._lock:
+            if self._running is None:
+                return
+            refuge = any(self._usable(name) for name in self._running)
+            for call in self._calls.values():
+                if call.replica is None or call.replica in self._running:
+                    call.absent_since_s = None
+                elif call.absent_since_s is None:
+                    call.absent_since_s = self._clock()
+                    call.later(self._drain_s, self._judge)
+                if call.absent_since_s is None:
+                    continue
+                if refuge or self._clock() - call.absent_since_s >= self._drain_s:
+                    call.tell()
+
+
+async def until(items: AsyncIterator[T], stop: asyncio.Event) -> AsyncGenerator[T, None]:
+    """The items up to the one after which `stop` is set, or up to their end."""
+    stopped = asyncio.ensure_future(stop.wait())
+    item: asyncio.Future[T] | None = None
+    try:
+        while not stop.is_set():
+            item = asyncio.ensure_future(_next(items))
+            await asyncio.wait((item, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if not item.done():
+                return
+            try:
+                yield item.result()
+            except StopAsyncIteration:
+                return
+    finally:
+        stopped.cancel()
+        if item is not None and not item.done():
+            item.cancel()
+            await asyncio.wait((item,))
+
+
+async def _next(items: AsyncIterator[T]) -> T:
+    return await anext(items)
