@@ -20,8 +20,11 @@ MAX_ROWS = 64
 
 _DEFAULT_MAX_RUNNING = 48
 
-_MASKED_BACKENDS = {"cpu": ("torch_native",), "cuda": ("triton",)}
-"""Attention backends by device whose verify forward applies ``custom_mask``, for MLA as well."""
+_MASKED_BACKENDS = {"cpu": ("torch_native",), "cuda": ("overstory", "triton")}
+"""Attention backends by device whose verify forward applies a tree's mask, for MLA as well."""
+
+CAPTURED_BACKEND = "overstory"
+"""The attention backend whose captured verify forward applies a tree's mask."""
 
 
 def starting_policy(max_rows: int, block_size: int) -> TreePolicy:
@@ -57,7 +60,10 @@ def handle_server_args(arguments: ServerArgs) -> None:
     arguments.speculative_num_steps = 1
     arguments.speculative_eagle_topk = 1
     if arguments.speculative_draft_attention_backend is None:
-        arguments.speculative_draft_attention_backend = arguments.attention_backend
+        ours = arguments.attention_backend == CAPTURED_BACKEND
+        arguments.speculative_draft_attention_backend = (
+            "triton" if ours else arguments.attention_backend
+        )
     if arguments.max_running_requests is None:
         arguments.max_running_requests = _DEFAULT_MAX_RUNNING
         logger.info("max_running_requests set to %d for %s", _DEFAULT_MAX_RUNNING, ALGORITHM)
@@ -97,11 +103,27 @@ def _refuse_unmasked_verify(arguments: ServerArgs) -> None:
             f"{ALGORITHM} on {arguments.device} needs attention_backend to be one of {masked}, "
             f"which honour a tree's mask; got {arguments.attention_backend}"
         )
-    if arguments.device != "cpu" and not arguments.disable_cuda_graph:
+    if arguments.device == "cpu" or not captures_steps(arguments):
+        return
+    if arguments.attention_backend != CAPTURED_BACKEND:
         raise ValueError(
-            f"{ALGORITHM} needs disable_cuda_graph: SGLang captures DFLASH's verify forward "
-            "without a mask and with one number of rows"
+            f"{ALGORITHM} with CUDA graphs needs attention_backend={CAPTURED_BACKEND}, got "
+            f"{arguments.attention_backend}, whose captured verify forward has no mask: set "
+            "disable_cuda_graph to run without graphs"
         )
+    backend = arguments.cuda_graph_config.decode.backend
+    if backend != "full":
+        raise ValueError(
+            f"{ALGORITHM} captures whole forwards: cuda_graph_backend_decode must be full or "
+            f"disabled, got {backend}"
+        )
+
+
+def captures_steps(arguments: ServerArgs) -> bool:
+    """Whether the engine captures its decode forwards in CUDA graphs."""
+    if arguments.disable_cuda_graph:
+        return False
+    return bool(arguments.cuda_graph_config.decode.backend != "disabled")
 
 
 def _row_budget(arguments: ServerArgs, block_size: int) -> int:
@@ -139,11 +161,16 @@ def register() -> None:
     )
 
 
-def registered() -> bool:
-    """Whether SGLang resolves the name to ours."""
+def own_algorithm() -> Any:
+    """The registry's entry of this process."""
     from sglang.srt.speculative.spec_registry import get_spec
 
-    found = get_spec(ALGORITHM)
+    return get_spec(ALGORITHM)
+
+
+def registered() -> bool:
+    """Whether SGLang resolves the name to ours."""
+    found = own_algorithm()
     return found is not None and found.factory is _worker_class
 
 
@@ -158,7 +185,20 @@ def _spec_class() -> Any:
         It is one of the DFLASH family: hidden-state capture, the drafter's share of KV memory and
         decode preparation depend on that. The registry's base class lacks the last three names,
         though the scheduler calls them.
+
+        Attributes:
+            drafter_rows: rows of the drafter's forward per request; 0 until a worker starts.
         """
+
+        drafter_rows = 0
+
+        def get_num_tokens_per_req_for_target_verify(
+            self, num_draft_tokens: int, is_draft_worker: bool
+        ) -> int:
+            """Rows per request of a captured forward: the drafter's are always its block."""
+            if is_draft_worker and self.drafter_rows:
+                return int(self.drafter_rows)
+            return num_draft_tokens
 
         def is_dflash_family(self) -> bool:
             return True

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-from overstory.kernels.reference import Accepted, compaction_moves, kv_relocate
+from overstory.kernels import ops
+from overstory.kernels.reference import Accepted
+from overstory.workers.ddtree.device_trees import path_moves
 
 
 def kv_buffers(pool: Any) -> list[torch.Tensor]:
@@ -26,11 +28,26 @@ def kv_buffers(pool: Any) -> list[torch.Tensor]:
     return buffers
 
 
-def compact_target(buffers: list[torch.Tensor], slots: torch.Tensor, accepted: Accepted) -> None:
-    """Move the accepted rows' KV to the front of each window ``slots`` [bs, n]."""
-    source, destination = compaction_moves(slots, accepted)
-    if source.numel():
-        kv_relocate(buffers, source, destination)
+class TargetKv:
+    """The target's KV rows, movable in few launches.
+
+    Args:
+        pool: SGLang's pool of the target; ValueError as `kv_buffers`.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        alike: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
+        for buffer in kv_buffers(pool):
+            alike.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
+        self._groups: list[ops.LayerTable | list[torch.Tensor]] = [
+            ops.LayerTable(buffers) if buffers[0].is_cuda else buffers for buffers in alike.values()
+        ]
+
+    def compact(self, slots: torch.Tensor, accepted: Accepted) -> None:
+        """Move the accepted rows' KV to the front of each window ``slots`` [bs, n]."""
+        source, destination = path_moves(slots, accepted)
+        for buffers in self._groups:
+            ops.kv_relocate(buffers, source, destination)
 
 
 def extend_drafter(

@@ -13,14 +13,10 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from overstory.kernels.reference import (
-    Shard,
-    Tree,
-    candidates_topk,
-    chain_tree,
-    merge_candidates,
-    tree_build,
-)
+from overstory.kernels.ops import candidates_topk, merge_candidates, tree_build
+from overstory.kernels.reference import Shard, Tree
+from overstory.workers.ddtree.device_trees import chain_rows
+from overstory.workers.ddtree.draft_graph import GraphedCandidates
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -52,6 +48,8 @@ class Drafter:
         self._runner = draft_runner
         self._embed = target_model.get_input_embeddings()
         self._head = HeadShard(target_model)
+        self._graphed: GraphedCandidates | None = None
+        self._replayed = False
         self._group = group
         self._block_size = block_size
         self._mask_token_id = mask_token_id
@@ -65,6 +63,11 @@ class Drafter:
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
 
+    def candidates_in_graph(self, requests: int) -> GraphedCandidates:
+        """What SGLang is to run at the end of the captured drafter, for so many requests."""
+        self._graphed = GraphedCandidates(self._head, self._block_size, requests, MAX_WIDTH)
+        return self._graphed
+
     def hidden(
         self, batch: ScheduleBatch, roots: torch.Tensor, window: torch.Tensor
     ) -> torch.Tensor:
@@ -76,7 +79,7 @@ class Drafter:
             window: [bs, >= block_size] int64 KV slots from ``seq_lens`` on.
 
         Returns:
-            [bs * (block_size - 1), hidden].
+            [bs, block_size - 1, hidden], a view.
         """
         bs = roots.shape[0]
         ids = roots.new_full((bs, self._block_size), self._mask_token_id)
@@ -97,43 +100,62 @@ class Drafter:
             spec_info=self._block_info,
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
-        hidden = self._runner.forward(forward_batch).logits_output.hidden_states
+        output = self._runner.forward(forward_batch)
+        self._replayed = bool(output.can_run_graph)
+        hidden = output.logits_output.hidden_states
         assert hidden is not None, "the drafter returned no hidden states"
-        return hidden.view(bs, self._block_size, -1)[:, 1:].reshape(bs * (self._block_size - 1), -1)
+        return hidden.view(bs, self._block_size, -1)[:, 1:]
 
     def grow(
         self,
         policy: TreePolicy,
+        nodes: int,
         roots: torch.Tensor,
         hidden: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> Tree:
         """Trees under ``policy`` from what `hidden` returned; the same on all ranks.
 
-        ``bias`` [bs, V] is the requests' logit bias, if any has one.
+        Args:
+            policy: chain or tree.
+            nodes: drafted rows per request, at least those of the policy.
+            roots: [bs] int64.
+            hidden: of the last forward.
+            bias: [bs, V] logit bias of the requests, if any has one.
         """
         bs, depth = roots.shape[0], self._block_size - 1
-        width = 1 if policy.mode == "chain" else min(policy.nodes, MAX_WIDTH)
-        shards = self._group.gather_shards(self._head.candidates(hidden, width, bias))
+        width = 1 if policy.mode == "chain" else min(nodes, MAX_WIDTH)
+        shards = self._group.gather_shards(self._candidates(hidden, width, bias))
 
         def build() -> Tree:
             logprobs, ids = merge_candidates(shards, width)
             if policy.mode == "chain":
-                return chain_tree(roots, ids.view(bs, depth))
+                return chain_rows(roots, ids.view(bs, depth))
             return tree_build(
                 roots,
                 logprobs.view(bs, depth, width),
                 ids.view(bs, depth, width),
-                policy.nodes,
+                nodes,
                 spine_first=policy.spine_first,
             )
 
-        rows = 1 + policy.drafted_nodes(self._block_size)
-        return self._group.tree(build, bs, rows, roots.device)
+        return self._group.tree(build, bs, 1 + nodes, roots.device)
+
+    def _candidates(self, hidden: torch.Tensor, width: int, bias: torch.Tensor | None) -> Shard:
+        """This rank's candidates: those of the graph if it ran, which knows no bias."""
+        rows = hidden.shape[0] * hidden.shape[1]
+        if self._replayed and self._graphed is not None and bias is None:
+            return self._graphed.shard(rows)
+        return self._head.candidates(hidden.reshape(rows, -1), width, bias)
 
 
 class HeadShard:
-    """This rank's part of the target's vocabulary head."""
+    """This rank's part of the target's vocabulary head.
+
+    Attributes:
+        weight: [tokens, H].
+        first_token_id: of the part.
+    """
 
     def __init__(self, target_model: Any) -> None:
         head = getattr(target_model, "lm_head", None)
@@ -142,7 +164,7 @@ class HeadShard:
             raise ValueError(
                 "DDTREE needs a target with an unquantised lm_head: the drafter borrows it"
             )
-        self._weight, self._first = weight, 0
+        self.weight, self.first_token_id = weight, 0
         shard = getattr(head, "shard_indices", None)
         if shard is not None:
             if int(shard.num_added_elements):
@@ -150,8 +172,12 @@ class HeadShard:
                     f"the target's head has {int(shard.num_added_elements)} added tokens; DDTREE "
                     "drafts from the trained vocabulary only"
                 )
-            self._weight = weight[: int(shard.num_org_elements)]
-            self._first = int(shard.org_vocab_start_index)
+            self.weight = weight[: int(shard.num_org_elements)]
+            self.first_token_id = int(shard.org_vocab_start_index)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, this rank's tokens] of ``hidden`` [rows, H]."""
+        return torch.matmul(hidden.to(self.weight.dtype), self.weight.T)
 
     def candidates(self, hidden: torch.Tensor, k: int, bias: torch.Tensor | None = None) -> Shard:
         """Best ``k`` of this rank's tokens for each row of ``hidden`` [bs * rows, H].
@@ -159,14 +185,14 @@ class HeadShard:
         ``bias`` [bs, V] is added, so that the draft is of what the target may say; what the head
         holds beyond the vocabulary has none.
         """
-        logits = torch.matmul(hidden.to(self._weight.dtype), self._weight.T)
+        logits, first = self.logits(hidden), self.first_token_id
         if bias is not None:
-            mine = bias[:, self._first : self._first + logits.shape[1]]
+            mine = bias[:, first : first + logits.shape[1]]
             of_requests = logits.view(bias.shape[0], -1, logits.shape[1])
             of_requests[:, :, : mine.shape[1]] += mine.unsqueeze(1)
-        return candidates_topk(logits, k, self._first)
+        return candidates_topk(logits, k, first)
 
 
 def root_tree(roots: torch.Tensor) -> Tree:
     """The tree of a plain step: the root [bs] alone."""
-    return chain_tree(roots, roots.new_empty((roots.shape[0], 0)))
+    return chain_rows(roots, roots.new_empty((roots.shape[0], 0)))

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from overstory.kernels.reference import Tree, chain_tree, sample_nodes
+from overstory.kernels.ops import sample_nodes
+from overstory.kernels.reference import Tree
 from overstory.workers.ddtree import ALGORITHM
+from overstory.workers.ddtree.device_trees import chain_rows
 from overstory.workers.ddtree.grammar import catch_up
 from overstory.workers.ddtree.rules import adjust
 
@@ -84,7 +86,8 @@ def draw(
     )
     if rows > 1:
         parameters = tuple(values.repeat_interleave(rows) for values in parameters)
-    return sample_nodes(logits, *parameters, positions.to(torch.int64))
+    filters = info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling
+    return sample_nodes(logits, *parameters, positions.to(torch.int64), filters=filters)
 
 
 def serves(arguments: ServerArgs) -> bool:
@@ -150,14 +153,15 @@ def apply_rules(
     logits: torch.Tensor, info: RuledSamplingInfo, tree: Tree, positions: torch.Tensor
 ) -> None:
     """Adjust ``logits`` [bs * n, V] in place for what each request asks at each row of its tree."""
-    adjust(logits, info.rules, info.logit_bias, tree, positions)
+    if any(rules is not None for rules in info.rules):
+        adjust(logits, info.rules, info.logit_bias, tree, positions)
 
 
 def note_output(info: RuledSamplingInfo, tokens: torch.Tensor) -> None:
     """Tokens [bs, width] that the requests have put out by this forward; -1 is none."""
-    for rules, row in zip(info.rules, tokens, strict=True):
+    for i, rules in enumerate(info.rules):
         if rules is not None:
-            rules.append(row)
+            rules.append(tokens[i])
 
 
 def sample_last_rows(
@@ -219,6 +223,5 @@ def bias_scores(
 
 def _lone_rows(positions: torch.Tensor) -> Tree:
     """One row per request; which token it holds does not matter, for it is no drafted one."""
-    return chain_tree(
-        positions.new_zeros(positions.shape[0]), positions.new_empty((len(positions), 0))
-    )
+    none = positions.new_empty((len(positions), 0), dtype=torch.int64)
+    return chain_rows(positions.new_zeros(len(positions), dtype=torch.int64), none)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from overstory.workers.step_stats import STATS, StepStats
 
 if TYPE_CHECKING:
+    import torch
     from sglang.srt.managers.schedule_batch import Req
 
     from overstory.kernels.reference import Tree
@@ -31,12 +32,22 @@ class StageClock:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A verify step whose acceptance the scheduler has not read yet."""
+    """A verify step whose acceptance the scheduler has not read yet.
+
+    Attributes:
+        policy: its name.
+        tree: what was verified.
+        requests: the batch.
+        stage_ns: times of the stages.
+        deepest: [bs] int64 on the host, depth of each tree, complete by the time the scheduler has
+            the step's tokens; taken from the tree if None.
+    """
 
     policy: str
     tree: Tree
     requests: tuple[Req, ...]
     stage_ns: dict[str, int] = field(default_factory=dict)
+    deepest: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +108,8 @@ class PendingSteps:
         if step is None:
             return
         record = step.record
-        deepest = record.tree.depths.amax(dim=1).tolist()
+        known = record.tree.depths.amax(dim=1) if record.deepest is None else record.deepest
+        deepest = known.tolist()
         running, tokens = 0, 0
         offered = [0] * max(deepest, default=0)
         reached = [0] * len(offered)
@@ -122,6 +134,19 @@ class PendingSteps:
             stage_ns=record.stage_ns,
             requests=running,
         )
+
+
+def depths_on_host(tree: Tree) -> torch.Tensor | None:
+    """`StepRecord.deepest` of a tree on a GPU, without waiting for it; None on a CPU.
+
+    The copy goes with the step's stream, ahead of SGLang's own of the step's tokens.
+    """
+    if not tree.depths.is_cuda:
+        return None
+    deepest = tree.depths.amax(dim=1)
+    host = deepest.new_empty(deepest.shape, device="cpu", pin_memory=True)
+    host.copy_(deepest, non_blocking=True)
+    return host
 
 
 def _final_length(req: Req) -> int:

@@ -12,21 +12,23 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, compute_position
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
-from overstory.kernels.reference import Accepted, Tree, tree_accept
+from overstory.kernels.ops import tree_accept
+from overstory.kernels.reference import Accepted, Tree
 from overstory.workers import tree_policy
-from overstory.workers.ddtree.algorithm import starting_policy
-from overstory.workers.ddtree.commit import compact_target, extend_drafter, kv_buffers
+from overstory.workers.ddtree.algorithm import own_algorithm, starting_policy
+from overstory.workers.ddtree.commit import TargetKv, extend_drafter
 from overstory.workers.ddtree.decisions import DecisionGroup
 from overstory.workers.ddtree.draft import Drafter, root_tree
 from overstory.workers.ddtree.draft_input import DDTreeDraftInput
 from overstory.workers.ddtree.drafter_config import read_drafter
 from overstory.workers.ddtree.drafter_kv import StackedDrafterKv
 from overstory.workers.ddtree.grammar import mask_nodes
+from overstory.workers.ddtree.graph_tiers import GraphTiers, largest_captured_batch
 from overstory.workers.ddtree.limits import StepLimits
 from overstory.workers.ddtree.logprobs import put_path_logprobs
 from overstory.workers.ddtree.sampler import apply_rules, draw, note_output
-from overstory.workers.ddtree.step_record import PENDING, StageClock, StepRecord
-from overstory.workers.ddtree.verify import tree_positions, verify
+from overstory.workers.ddtree.step_record import PENDING, StageClock, StepRecord, depths_on_host
+from overstory.workers.ddtree.verify import RowLayout, row_layout, verify
 from overstory.workers.step_stats import STATS
 from overstory.workers.tree_policy import TreePolicy
 
@@ -47,6 +49,7 @@ class DDTreeWorker(DFlashWorkerV2):
         # The base class takes the row budget for the drafter's block size: show it the latter.
         drafter_args = copy.copy(server_args)
         drafter_args.override("ddtree.drafter", speculative_num_draft_tokens=block_size)
+        own_algorithm().drafter_rows = block_size
         super().__init__(drafter_args, gpu_id, ps, nccl_port, target_worker)
         self.server_args = server_args
         self.limits = StepLimits(
@@ -68,11 +71,24 @@ class DDTreeWorker(DFlashWorkerV2):
         self._stacked_kv: StackedDrafterKv | None = None
         if self.device == "cpu" and StackedDrafterKv.fits(self.draft_model):
             self._stacked_kv = StackedDrafterKv(self.draft_model)
-        self._kv_buffers: list[torch.Tensor] | None = None
+        self._target_kv: TargetKv | None = None
+        self._tiers: GraphTiers | None = None
         self._window_offsets = torch.arange(self.limits.max_rows, device=self.device)
         tree_policy.HOLDER.start(
             starting_policy(self.limits.max_rows, block_size), block_size, self.limits.max_nodes
         )
+
+    def init_cuda_graphs(self) -> None:
+        """Captures the drafter, and the target for each number of rows that policies may ask for.
+
+        SGLang has captured the target for the most rows by now, if it captures at all.
+        """
+        super().init_cuda_graphs()
+        self._tiers = GraphTiers.capture(self.model_runner, self.limits)
+
+    def _maybe_build_draft_sampler(self) -> Any:
+        """What SGLang runs at the end of the captured drafter: candidates, not a greedy token."""
+        return self._drafter.candidates_in_graph(largest_captured_batch())
 
     def forward_batch_generation(
         self, batch: Any, on_publish: Publish = None, grammar_barrier: Any = None
@@ -146,29 +162,44 @@ class DDTreeWorker(DFlashWorkerV2):
         roots = batch.spec_info.bonus_tokens
         prefix = batch.seq_lens
         window = self._window(batch)
-        tree = self._draft(policy, batch, roots, window, clock)
+        nodes = self._nodes(policy)
+        tree = self._draft(policy, nodes, batch, roots, window, clock)
         slots = window[:, : tree.rows]
-        rows_at = tree_positions(tree, prefix, self._last_position)
+        layout = self._layout(tree, prefix)
         verified = verify(
-            self.target_worker, batch, tree, slots, rows_at, branches=policy.mode == "tree"
+            self.target_worker, batch, tree, slots, layout, branches=policy.mode == "tree"
         )
         clock.mark("verify")
-        accepted = self._accept(batch, tree, verified.logits_output, rows_at)
+        accepted = self._accept(batch, tree, verified.logits_output, layout.positions)
         new_seq_lens = prefix + accepted.lengths + 1
         if on_publish is not None:
             on_publish(new_seq_lens)
         clock.mark("accept")
         if policy.mode == "tree":
-            compact_target(self._target_buffers(), slots, accepted)
+            self._compact(slots, accepted)
         hidden = verified.logits_output.hidden_states
         extend_drafter(self, hidden, accepted, slots, prefix, self._last_position)
         clock.mark("commit")
-        PENDING.add(StepRecord(str(policy), tree, tuple(batch.reqs), clock.stages))
+        deepest = depths_on_host(tree)
+        PENDING.add(StepRecord(str(policy), tree, tuple(batch.reqs), clock.stages, deepest))
         return self._result(verified, accepted, new_seq_lens)
+
+    def _nodes(self, policy: TreePolicy) -> int:
+        """Rows to draft for each request: with graphs as many as the next of them has room for."""
+        nodes = policy.drafted_nodes(self.limits.block_size)
+        if self._tiers is None:
+            return nodes
+        room = self._tiers.select(1 + nodes) - 1
+        return room if policy.mode == "tree" else nodes
+
+    def _layout(self, tree: Tree, prefix: torch.Tensor) -> RowLayout:
+        with_words = getattr(self.model_runner.attn_backend, "takes_mask_words", False)
+        return row_layout(tree, prefix, self._last_position, with_words)
 
     def _draft(
         self,
         policy: TreePolicy,
+        nodes: int,
         batch: Any,
         roots: torch.Tensor,
         window: torch.Tensor,
@@ -178,7 +209,7 @@ class DDTreeWorker(DFlashWorkerV2):
             return root_tree(roots)
         hidden = self._drafter.hidden(batch, roots, window)
         clock.mark("draft")
-        tree = self._drafter.grow(policy, roots, hidden, batch.sampling_info.logit_bias)
+        tree = self._drafter.grow(policy, nodes, roots, hidden, batch.sampling_info.logit_bias)
         clock.mark("build")
         return tree
 
@@ -198,16 +229,18 @@ class DDTreeWorker(DFlashWorkerV2):
         targets = self._group.ints(
             lambda: draw(logits, info, rows_at, tree.rows), (logits.shape[0],), logits.device
         )
-        accepted = tree_accept(tree, targets.view_as(tree.tokens))
+        # No path is longer than a block, whatever the tree holds: the width is known unread.
+        width = min(tree.rows, self.limits.block_size)
+        accepted = tree_accept(tree, targets.view_as(tree.tokens), width)
         note_output(info, accepted.tokens)
         if batch.return_logprob:
             put_path_logprobs(batch, logits_output, targets, accepted)
         return accepted
 
-    def _target_buffers(self) -> list[torch.Tensor]:
-        if self._kv_buffers is None:
-            self._kv_buffers = kv_buffers(self.model_runner.token_to_kv_pool)
-        return self._kv_buffers
+    def _compact(self, slots: torch.Tensor, accepted: Accepted) -> None:
+        if self._target_kv is None:
+            self._target_kv = TargetKv(self.model_runner.token_to_kv_pool)
+        self._target_kv.compact(slots, accepted)
 
     def _result(
         self, verified: GenerationBatchResult, accepted: Accepted, new_seq_lens: torch.Tensor

@@ -20,6 +20,9 @@ CPU_INSTALLERS = (
     "overstory.workers.seam.attention",
 )
 
+#: Modules whose `patches()` are installed in all other processes.
+CUDA_INSTALLERS = ("overstory.workers.seam.cuda_installer",)
+
 #: Modules whose `patches()` are installed on every device.
 INSTALLERS = ("overstory.workers.ddtree.hooks", "overstory.workers.defrag.sorted_slots")
 
@@ -44,7 +47,7 @@ def register() -> None:
     if _STATE.registered:
         return
     _STATE.registered = True
-    for module in (*(CPU_INSTALLERS if is_cpu_process() else ()), *INSTALLERS):
+    for module in (*(CPU_INSTALLERS if is_cpu_process() else CUDA_INSTALLERS), *INSTALLERS):
         try:
             _install(importlib.import_module(module).patches())
         except Exception as error:
