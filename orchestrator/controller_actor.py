@@ -6,15 +6,19 @@ import asyncio
 import contextlib
 import functools
 import os
+import time
 from typing import Any
 
 import ray
 
 from overstory.orchestrator.controller import Controller
 from overstory.orchestrator.defrag import DefragOrder
+from overstory.orchestrator.fleet import Fleet
+from overstory.orchestrator.fleet_watch import FleetWatch
 from overstory.orchestrator.lease import Command
 from overstory.orchestrator.rank_directory import RankDirectory
 from overstory.orchestrator.rank_group import NAMESPACE
+from overstory.orchestrator.replica_health import HealthLimits
 
 
 def controller_name(deployment: str) -> str:
@@ -38,6 +42,10 @@ class _ControllerActor:
             in_charge=functools.partial(_in_charge, deployment),
         )
         self._controller.start()
+        self._replicas = FleetWatch(
+            Fleet(time.monotonic), _actor_names, functools.partial(_drop_replica, deployment)
+        )
+        self._looking = asyncio.get_running_loop().create_task(self._replicas.run())
 
     async def register(self, replica: str, ranks: int) -> None:
         """See `Controller.register`."""
@@ -55,9 +63,26 @@ class _ControllerActor:
         """See `Controller.defrag`."""
         return await self._controller.defrag(order, replica)
 
+    async def replica_event(
+        self, event: str, replica: str, actor: str, limits: HealthLimits, detail: Any
+    ) -> None:
+        """See `FleetWatch.event`."""
+        self._replicas.event(event, replica, actor, limits, detail)
+
+    async def asked_for(self, replicas: int) -> None:
+        """See `FleetWatch.asked_for`."""
+        self._replicas.asked_for(replicas)
+
+    async def given_up(self) -> str:
+        """See `Fleet.given_up`."""
+        return self._replicas.fleet.given_up()
+
     async def status(self) -> dict[str, Any]:
-        """See `Controller.status`."""
-        return await self._controller.status()
+        """See `Controller.status`, and `health`: `Fleet.status`."""
+        return {
+            **await self._controller.status(),
+            "health": self._replicas.fleet.status(),
+        }
 
     async def pid(self) -> int:
         """Its process, for status and tests."""
@@ -65,7 +90,19 @@ class _ControllerActor:
 
     async def close(self) -> None:
         """See `Controller.close`."""
+        self._looking.cancel()
         await self._controller.close()
+
+
+async def _actor_names() -> list[str]:
+    listed = await asyncio.to_thread(ray.util.list_named_actors, all_namespaces=True)
+    return [row["name"] for row in listed]
+
+
+async def _drop_replica(deployment: str) -> None:
+    from overstory.orchestrator import serving  # Imports this module, and Serve.
+
+    await asyncio.to_thread(serving.drop_replica, deployment)
 
 
 async def _in_charge(deployment: str) -> bool:

@@ -101,34 +101,30 @@ class Fleet:
             slot.health.ended("it was told to end")
             self._forget_old()
 
-    def died(self, name: str, cause: str) -> int | None:
-        """It ended by itself.
-
-        Returns:
-            the number of replicas there should be from now on, if it is given up; else None.
-        """
+    def died(self, name: str, cause: str) -> bool:
+        """It ended by itself. True if it is given up now: there should be one replica fewer."""
         slot = self._find(name)
         if slot is None or slot.health.state not in ALIVE:
-            return None
+            return False
         slot.health.died(cause)
         return self._decide(slot)
 
     # ------------------------------------------------------------------ what is seen
 
-    def look(self, actors: Collection[str]) -> list[int]:
+    def look(self, actors: Collection[str]) -> int:
         """Compares with the actors that Ray knows; what time and absence have ended is decided.
 
         Returns:
-            as `died`, for each slot that is given up.
+            number of replicas that are given up now.
         """
-        verdicts = []
+        given_up = 0
         for slot in list(self._slots):
             if slot.health.state in ALIVE and slot.actor:
                 slot.absent = 0 if slot.actor in actors else slot.absent + 1
                 if slot.absent >= ABSENT_LOOKS:
                     slot.health.died("its process is gone without a word (killed, or its node is)")
-            verdicts.append(self._decide(slot))
-        return [verdict for verdict in verdicts if verdict is not None]
+            given_up += self._decide(slot)
+        return given_up
 
     def asked_for(self, replicas: int) -> None:
         """A user asks for so many replicas: what was given up is forgotten, and with it what waits
@@ -160,17 +156,13 @@ class Fleet:
     def _find(self, name: str) -> _Slot | None:
         return next((slot for slot in self._slots if slot.health.name == name), None)
 
-    def _decide(self, slot: _Slot) -> int | None:
+    def _decide(self, slot: _Slot) -> bool:
         if slot.health.state is not State.DEAD:
-            return None
+            return False
         slot.health.decide()
         slot.waits_since_s = self._clock()
-        if not slot.health.budget_spent:
-            self._forget_old()
-            return None
-        return sum(
-            other.health.state not in (State.RETIRED, State.DRAINING) for other in self._slots
-        )
+        self._forget_old()
+        return slot.health.budget_spent
 
     def _forget_old(self) -> None:
         retired = [slot for slot in self._slots if slot.health.state is State.RETIRED]

@@ -6,11 +6,13 @@ requests in flight fail with the cause and the process ends itself.
 """
 
 import asyncio
-import contextlib
+import dataclasses
 import logging
+import math
 import os
 import threading
 import time
+import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any, cast
@@ -18,15 +20,18 @@ from typing import Any, cast
 from ray import serve
 from ray.exceptions import RayError
 
+from overstory.orchestrator.backend import TokenChunk, TokenLogprobs
 from overstory.orchestrator.controller_actor import find_controller
 from overstory.orchestrator.engine_errors import EngineDead, RankDeath
 from overstory.orchestrator.engine_flags import resolve_engine
-from overstory.orchestrator.generation import TokenChunk, TokenLogprobs, held_together
-from overstory.orchestrator.health import ProgressJudge
+from overstory.orchestrator.generation import held_together
+from overstory.orchestrator.herald import Herald
 from overstory.orchestrator.journal import GenerateCall
 from overstory.orchestrator.launch import launch_engine
 from overstory.orchestrator.rank_group import CONTROL, call
-from overstory.orchestrator.replica_setup import engine_limits, rank_plan, stall_limit_s
+from overstory.orchestrator.replica_health import ReplicaHealth, State
+from overstory.orchestrator.replica_setup import engine_limits, health_limits, rank_plan
+from overstory.orchestrator.sampling import Sampling
 from overstory.orchestrator.spec import DeploymentSpec
 
 logger = logging.getLogger(__name__)
@@ -36,7 +41,6 @@ EXIT_ENGINE_LOST = 70
 
 _LAST_WORDS_S = 1.0  # for the failed requests' errors and this check's to leave the process
 _ANSWER_S = 5.0  # a rank's control side answers in milliseconds, also while its loop runs
-_SILENCE_S = 3600.0  # the rank group itself ends ranks that do not answer
 
 
 class Replica:
@@ -46,11 +50,21 @@ class Replica:
     def __init__(self, spec: DeploymentSpec, nodes: int = 1) -> None:
         name = serve.get_replica_context().replica_id.unique_id
         settings = resolve_engine(spec)
-        self._engine = launch_engine(rank_plan(spec, name, nodes), settings.server_args)
+        limits = health_limits(spec)
+        self._herald = Herald(spec.name, name, limits)
+        self._herald.begun()
+        try:
+            self._engine = launch_engine(rank_plan(spec, name, nodes), settings.server_args)
+        except BaseException as error:
+            self._herald.died(str(error))
+            raise
         self._limits = engine_limits(
             self._engine.scheduler_info, self._engine.server_args.page_size
         )
-        self._judge = ProgressJudge(stall_limit_s(spec), _SILENCE_S, time.monotonic())
+        # Silence is not judged here: the rank group ends ranks that do not answer.
+        limits = dataclasses.replace(limits, silence_s=math.inf)
+        self._health = ReplicaHealth(limits, time.monotonic, name)
+        self._word: dict[str, Any] = {"forwards": 0, "work": 0, "prefilling": False}
         self._ending = threading.Event()
         _register(spec, name)
 
@@ -73,6 +87,7 @@ class Replica:
         async with aclosing(steps):
             chunks = (_chunk(step) async for step in steps)
             async for chunk in held_together(chunks, request.hold_s, time.monotonic):
+                self._health.generated()
                 yield chunk
 
     async def limits(self) -> dict[str, int]:
@@ -88,35 +103,56 @@ class Replica:
         return {"running": self._engine.running(), "load": report["load"]}
 
     async def check_health(self) -> None:
-        """Asked by Serve every few seconds.
+        """Asked by Serve every few seconds, and before it counts the replica as running: the first
+        time it generates, later it looks at the progress of what others generate.
 
         Raises:
             EngineDead: the engine is gone or stands still with work in hand; the process ends
                 itself a moment later, for Serve to replace it.
         """
         death = self._engine.death or await self._stalled()
+        if death is None and self._health.state is State.WARMING:
+            await self._prove()
         if death is None:
+            self._herald.stands(
+                {**self._word, "generated": self._health.state is not State.WARMING}
+            )
             return
-        self._end()
+        self._end(death)
         raise EngineDead(death)
+
+    async def _prove(self) -> None:
+        """Generates a token for nobody. However long that takes: a rank that hangs is ended."""
+        sampling = Sampling(seed=0, max_new_tokens=2, temperature=0.0)
+        proof = self.generate(GenerateCall(f"proof-{uuid.uuid4().hex}", (0,), sampling))
+        async with aclosing(proof) as chunks:
+            async for _ in chunks:
+                pass
 
     async def _stalled(self) -> RankDeath | None:
         """Judged by rank 0's count of batches and by the requests that the front half waits for, so
         that a request lost between the two is noticed as well."""
-        with contextlib.suppress(RayError, TimeoutError):  # Its loss is the rank group's to tell.
+        work = self._engine.running()
+        try:
             async with asyncio.timeout(_ANSWER_S):
-                health = await call(self._engine.group.actors[0], CONTROL, "health")
-            load = {"running": self._engine.running()}
-            self._judge.report(time.monotonic(), {**health, "load": load})
-        verdict = self._judge.judge(time.monotonic())
-        if verdict.state != "stalled":
+                rank = await call(self._engine.group.actors[0], CONTROL, "health")
+        except (RayError, TimeoutError) as error:  # Its loss is the rank group's to tell.
+            self._health.probe_failed(type(error).__name__)
+        else:
+            progress = {key: rank[key] for key in ("forwards", "prefilling")}
+            self._health.reported(work=work, **progress)
+            self._word |= {**progress, "work": work}
+        self._word["probe_failures"] = self._health.probe_failures
+        if self._health.state is not State.DEAD:
             return None
-        return RankDeath(rank=0, cause=verdict.reason, phase="serving")
+        return RankDeath(rank=0, cause=self._health.reason, phase="serving")
 
-    def _end(self) -> None:
+    def _end(self, death: RankDeath) -> None:
         if self._ending.is_set():
             return
         self._ending.set()
+        last_words = threading.Thread(target=self._herald.died, args=(str(death),), daemon=True)
+        last_words.start()
         threading.Thread(target=self._engine.shutdown, name="replica-end", daemon=True).start()
         threading.Timer(_LAST_WORDS_S, os._exit, (EXIT_ENGINE_LOST,)).start()
 
@@ -125,6 +161,7 @@ class Replica:
         engine = getattr(self, "_engine", None)
         if engine is not None:
             engine.shutdown()
+            self._herald.ended()
 
 
 def _chunk(step: Mapping[str, Any]) -> TokenChunk:

@@ -126,7 +126,9 @@ class ReplicaHealth:
         self._clock = clock
         self._state = State.WARMING
         self._draining = False
-        self._new_life()
+        self._forwards, self._work, self._prefilling = -1, 0, False
+        self._heard_s = self._moved_s = clock()
+        self._ready_s: float | None = None
 
     # ------------------------------------------------------------------ what is so
 
@@ -269,7 +271,7 @@ class ReplicaHealth:
     def _new_life(self) -> None:
         now = self._clock()
         self._heard_s = self._moved_s = now
-        self._ready_s: float | None = None
+        self._ready_s = None
         self._forwards, self._work, self._prefilling = -1, 0, False
         self.probe_failures = self.request_failures = 0
 

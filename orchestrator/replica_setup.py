@@ -8,6 +8,7 @@ from typing import Any
 
 from overstory.orchestrator.engine_flags import resolve_engine
 from overstory.orchestrator.rank_group import RankPlan
+from overstory.orchestrator.replica_health import HealthLimits
 from overstory.orchestrator.spec import DeploymentSpec
 from overstory.workers.ddtree import POLICY_ENV
 
@@ -53,6 +54,16 @@ _WATCHDOG_S = 300.0  # SGLang's default of `watchdog_timeout`
 def stall_limit_s(spec: DeploymentSpec) -> float:
     """How long work may stand still: as long as SGLang's own watchdog waits for a batch."""
     return float(spec.engine.get("watchdog_timeout") or _WATCHDOG_S)
+
+
+def health_limits(spec: DeploymentSpec) -> HealthLimits:
+    """When the health of a replica of this deployment changes."""
+    return HealthLimits(
+        suspect_s=spec.control.suspect_s,
+        stall_s=stall_limit_s(spec),
+        restarts=spec.control.restart_budget,
+        proven_s=spec.control.proven_s,
+    )
 
 
 def engine_limits(info: Mapping[str, Any], page_size: int) -> dict[str, int]:

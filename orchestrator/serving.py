@@ -133,6 +133,17 @@ def set_replicas(name: str, replicas: int) -> None:
     ray.get(client._controller.update_deployment_replicas.remote(target, replicas), timeout=60)
 
 
+def drop_replica(name: str) -> None:
+    """Has Serve want one replica fewer than it does; nothing to do where it wants none."""
+    details = ray.get(
+        serve.context._get_global_client()._controller.get_serve_instance_details.remote(),
+        timeout=60,
+    )
+    wanted = details["applications"][name]["deployments"]["Replica"]["target_num_replicas"]
+    if wanted > 0:
+        set_replicas(name, wanted - 1)
+
+
 def start_controller(spec: DeploymentSpec) -> None:
     """The deployment's controller, which finds the replicas by their ranks' names."""
     control = spec.control

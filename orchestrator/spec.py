@@ -141,6 +141,17 @@ class ControlSpec(_Section):
     """Share of neighbouring rows that are neighbours in the pool, below which such a look is
     followed by relocation passes."""
 
+    restart_budget: int = Field(default=3, ge=1)
+    """Lives in a row that a replica may fail (at its start, or within `proven_s` of its first
+    token) before it is given up and the deployment goes on with one replica fewer."""
+
+    proven_s: float = Field(default=60.0, ge=0)
+    """Seconds a replica must have been ready for its restart budget to be whole again."""
+
+    suspect_s: float = Field(default=10.0, gt=0)
+    """Seconds without a batch, with work in hand and no prefill under way, after which a replica is
+    shown as SUSPECT; `engine.watchdog_timeout` ends it."""
+
 
 class DeploymentSpec(_Section):
     """One model, one drafter, some replicas, a tree policy."""

@@ -29,6 +29,20 @@ def _rank_line(rank: dict[str, Any]) -> str:
     return "  ".join(parts)
 
 
+def _health_line(slot: dict[str, Any]) -> str:
+    """One copy of the model over its lives (`ReplicaHealth.picture`)."""
+    doing = "generating" if slot["generating"] else "ready" if slot["ready"] else "not ready"
+    line = f"{slot['name']}: {slot['state']} ({doing})"
+    counts = {
+        "failed probes": slot["probe_failures"],
+        "failed requests": slot["request_failures"],
+        f"of {slot['restarts']} lives failed": slot["failed_lives"],
+    }
+    told = [f"{count} {what}" for what, count in counts.items() if count]
+    why = slot["reason"].splitlines()[:1] if slot["state"] != "HEALTHY" else []
+    return ", ".join([line, *told]) + "".join(f": {reason}" for reason in why)
+
+
 def _controller_lines(controller: dict[str, Any] | None) -> Iterator[str]:
     if controller is None:
         yield "  controller: none answers; replicas run freely under their last policy"
@@ -37,6 +51,8 @@ def _controller_lines(controller: dict[str, Any] | None) -> Iterator[str]:
         f"  controller: policy {controller['policy']}, leases of {controller['lease_steps']} "
         f"steps, up {controller['uptime_s']:.0f} s"
     )
+    for slot in controller.get("health", ()):
+        yield f"  {_health_line(slot)}"
     for replica in controller["replicas"]:
         why = f": {replica['reason']}" if replica["reason"] else ""
         equal = f", digests equal up to forward {replica['digests_equal_up_to']}"

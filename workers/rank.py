@@ -219,8 +219,14 @@ class RankHost:
         }
 
     def health(self) -> dict[str, Any]:
-        """Cheap sign of life: phase and launched batches. Never waits for the loop."""
-        return {**self.phase(), "forwards": self._forwards(), "pid": os.getpid()}
+        """Cheap sign of life: phase, launched batches, whether the one under way is a prefill.
+        Never waits for the loop."""
+        return {
+            **self.phase(),
+            "forwards": self._forwards(),
+            "prefilling": self._view is not None and self._view.prefilling(),
+            "pid": os.getpid(),
+        }
 
     def report(self, after_forward: int = 0) -> dict[str, Any]:
         """This rank's counters, and the links of its digest chain above `after_forward`.

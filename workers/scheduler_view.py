@@ -19,6 +19,10 @@ _PROCESSED = "_overstory_processed"
 """Attribute on a batch result that a drain has taken in before its turn."""
 
 
+_PREFILL_MODES = ("EXTEND", "MIXED")
+"""Names in SGLang's ForwardMode of batches that compute prompts."""
+
+
 class SglangScheduler:
     """Reads and drains one Scheduler. The loop's thread only, but for `load`."""
 
@@ -89,6 +93,11 @@ class SglangScheduler:
             "cached_slots": self._cached_slots(),
             "max_slots": int(scheduler.max_total_num_tokens),
         }
+
+    def prefilling(self) -> bool:
+        """Whether the batch under way is (also) a prefill: it may take long. From any thread."""
+        batch = self._scheduler.cur_batch_for_debug
+        return batch is not None and batch.forward_mode.name in _PREFILL_MODES
 
     def _cached_slots(self) -> int:
         cache = self._scheduler.tree_cache

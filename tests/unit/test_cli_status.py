@@ -21,6 +21,15 @@ RANK: dict[str, Any] = {
     "steps_per_s": 9.5,
     "tokens_per_s": 40.0,
 }
+SLOT: dict[str, Any] = {
+    "ready": False,
+    "generating": False,
+    "reason": "",
+    "probe_failures": 0,
+    "request_failures": 0,
+    "failed_lives": 0,
+    "restarts": 3,
+}
 PICTURE: dict[str, Any] = {
     "name": "tiny",
     "endpoint": "http://h:1",
@@ -36,6 +45,11 @@ PICTURE: dict[str, Any] = {
         "policy": "tree-31",
         "lease_steps": 64,
         "uptime_s": 3.0,
+        "health": [
+            {**SLOT, "name": "r1", "state": "HEALTHY", "ready": True, "generating": True},
+            {**SLOT, "name": "r0", "state": "RETIRED", "failed_lives": 3, "reason": "given up\nx"},
+            {**SLOT, "name": "r2", "state": "SUSPECT", "ready": True, "probe_failures": 3},
+        ],
         "replicas": [
             {
                 "name": "r1",
@@ -69,6 +83,9 @@ def test_everything_is_said() -> None:
         "tiny  m at http://h:1  ready",
         "Replica: 1 RUNNING, 1 STARTING",
         "policy tree-31, leases of 64 steps",
+        "  r1: HEALTHY (generating)\n",
+        "  r0: RETIRED (not ready), 3 of 3 lives failed: given up\n",
+        "  r2: SUSPECT (ready), 3 failed probes\n",
         "replica r1: leased, digests equal up to forward 12",
         "9.5 steps/s  40.0 tokens/s",
         "accepted by depth, %: 80 50 0",

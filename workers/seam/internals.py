@@ -551,6 +551,12 @@ RANK: tuple[Entry, ...] = (
     Internal(f"{_SCHED}.process_batch_result", "hooked: digests, drains", "batch result"),
     Internal(f"{_SCHED}.init_memory_pools", "hooked: phases", "self"),
     Internal(f"{_SCHED}.is_fully_idle", "an idle rank sleeps"),
+    Inline(
+        f"{_SCHED}.event_loop_normal",
+        "says whether a prefill is under way",
+        "self.cur_batch_for_debug = batch",
+    ),
+    Inline(f"{_SCHED}.event_loop_overlap", "as above", "self.cur_batch_for_debug = batch"),
     Inline(f"{_SCHED}.run_batch", "numbers forwards", "self.forward_ct += 1"),
     Inline(f"{_SCHED}.run_batch", "numbers forwards", "batch.forward_iter = self.forward_ct"),
     Inline(
