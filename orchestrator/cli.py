@@ -4,14 +4,15 @@ Nothing heavy may be imported at module level: `--help` answers in well under a 
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from overstory.orchestrator.errors import UserFault
+from overstory.orchestrator import cli_planning
+from overstory.orchestrator.cli_support import AsJson, Endpoint, File, Name, Overrides
+from overstory.orchestrator.cli_support import known as _known
+from overstory.orchestrator.cli_support import told as _told
 
 if TYPE_CHECKING:
     from overstory.orchestrator.inventory import NodeInventory
@@ -24,41 +25,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-File = Annotated[
-    Path, typer.Argument(help="Deployment file, for example clusters/local/deployment.yaml.")
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of the file, repeatable."),
-]
-Name = Annotated[str | None, typer.Option(help="Which deployment, where there are several.")]
-Endpoint = Annotated[
-    str | None, typer.Option(help="URL of the endpoint; that of the deployment if not given.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-def _fail(message: str) -> NoReturn:
-    first, *rest = message.splitlines() or ["failed"]
-    print(f"error: {first}", *(f"  {line}" for line in rest), sep="\n", file=sys.stderr)
-    raise typer.Exit(1)
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    """Faults that are the user's to mend end the command with their message, no traceback."""
-    try:
-        yield
-    except UserFault as fault:
-        _fail(str(fault))
-
-
-def _known(name: str | None) -> None:
-    """Refuses at once, before Ray is imported, where there is no such deployment."""
-    from overstory.orchestrator.state import read_state
-
-    read_state().pick(name)
 
 
 def _pretended_nodes(
@@ -254,6 +220,9 @@ def bench(
         from overstory.orchestrator.bench import run_bench
 
         run_bench(name, settings, json_file)
+
+
+app.command()(cli_planning.manifest)
 
 
 def main() -> None:

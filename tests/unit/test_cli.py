@@ -14,7 +14,10 @@ from overstory.orchestrator.cli import app
 RUN = CliRunner()
 LOCAL = str(Path(__file__).parents[2] / "clusters" / "local" / "deployment.yaml")
 HEAVY = ("ray", "torch", "sglang", "transformers", "numpy", "fastapi", "pydantic", "yaml", "httpx")
-COMMANDS = ("deploy", "status", "generate", "scale", "bench", "defrag", "down", "plan")
+COMMANDS = (
+    *("deploy", "status", "generate", "scale", "bench", "defrag", "down", "plan"),
+    "manifest",
+)
 
 
 @pytest.fixture(autouse=True)
