@@ -118,7 +118,7 @@ def _pod(
     name: str, spec: DeploymentSpec, settings: PodSettings, limits: dict[str, str], selected: bool
 ) -> dict[str, Any]:
     volumes, mounts = _volumes(spec, settings)
-    container = {
+    container: dict[str, Any] = {
         "name": name,
         "image": settings.image,
         "resources": {"limits": limits, "requests": dict(limits)},
@@ -179,10 +179,8 @@ def ray_service(spec: DeploymentSpec, settings: PodSettings) -> dict[str, Any]:
     plan = _plan(spec, settings)
     pods = sum(len(replica.shares) for replica in plan.replicas)
     start = {"object-store-memory": str(_OBJECT_STORE_BYTES), "metrics-export-port": "8080"}
-    metadata: dict[str, Any] = {
-        "name": spec.name,
-        "labels": {"app.kubernetes.io/name": "overstory"},
-    }
+    labels = {"app.kubernetes.io/name": "overstory"}
+    metadata: dict[str, Any] = {"name": spec.name, "labels": labels}
     if settings.namespace:
         metadata["namespace"] = settings.namespace
     bundle = plan.replicas[0].bundles[0]

@@ -1,4 +1,4 @@
-"""Every file below clusters/ loads, is planned by the command it gives, and agrees with the rest."""
+"""Every file below clusters/ loads, is planned by the command it gives, agrees with the rest."""
 
 import importlib.util
 import json
@@ -84,7 +84,8 @@ def test_captured_batches_reach_what_may_run(path: Path) -> None:
 def test_ray_takes_the_cluster_file(path: Path) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     found = importlib.util.find_spec("ray")
-    assert found is not None and found.submodule_search_locations
+    assert found is not None
+    assert found.submodule_search_locations
     schema = Path(found.submodule_search_locations[0]) / "autoscaler" / "ray-schema.json"
     jsonschema.validate(yaml.safe_load(path.read_text()), json.loads(schema.read_text()))
 
