@@ -19,12 +19,15 @@ from ray.serve.handle import DeploymentHandle
 
 from overstory.orchestrator.admission import Admission
 from overstory.orchestrator.answer_parsers import ParserSettings
+from overstory.orchestrator.backend import EngineRefused, ReplicaLeaving, ReplicaLost, TokenChunk
 from overstory.orchestrator.endpoint import build_http_app
 from overstory.orchestrator.engine_errors import EngineBusy, EngineDead, RequestRefused
-from overstory.orchestrator.generation import EngineRefused, ReplicaLost, TokenChunk
 from overstory.orchestrator.journal import GenerateCall
 from overstory.orchestrator.model_facts import read_target
 from overstory.orchestrator.readiness import Readiness
+from overstory.orchestrator.replica_board import ReplicaBoard, until
+from overstory.orchestrator.resume import ResumeLimits
+from overstory.orchestrator.routing import board_of
 from overstory.orchestrator.service import EndpointService, ServiceLimits
 from overstory.orchestrator.spec import DeploymentSpec
 from overstory.orchestrator.tokenizer import load_tokenizer
@@ -33,28 +36,39 @@ from overstory.workers.tiny.paths import resolve_model
 logger = logging.getLogger(__name__)
 
 
+_SHUN_DEAD_S = 120.0  # it ends itself and leaves Serve's list long before
+_SHUN_ODD_S = 5.0  # nobody knows what ails it
+
+
 class ReplicaBackend:
     """Tokens from whichever replica Serve picks."""
 
-    def __init__(self, replicas: DeploymentHandle) -> None:
+    def __init__(self, replicas: DeploymentHandle, board: ReplicaBoard) -> None:
         self._stream = replicas.options(stream=True)
         self._call = replicas
+        self._board = board
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[TokenChunk, None]:
         """See `Backend.generate`. Closing cancels the replica's call, which aborts in its
         engine."""
-        response = self._stream.generate.remote(call)
-        try:
-            async for chunk in response:
-                yield chunk
-        except RequestRefused as error:
-            raise EngineRefused(_cause(error), 400) from error
-        except EngineBusy as error:
-            raise EngineRefused(_cause(error), 503) from error
-        except (EngineDead, RayError, RayServeException) as error:
-            raise ReplicaLost(_cause(error)) from error
-        finally:
-            response.cancel()
+        with self._board.following(call.rid) as placed:
+            response = self._stream.generate.remote(call)
+            try:
+                async with contextlib.aclosing(until(response, placed.leave)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+                if placed.leave.is_set():
+                    raise ReplicaLeaving(f"replica {placed.replica} is to go")
+            except RequestRefused as error:
+                raise EngineRefused(_cause(error), 400) from error
+            except EngineBusy as error:
+                raise EngineRefused(_cause(error), 503) from error
+            except (EngineDead, RayError, RayServeException) as error:
+                dead = isinstance(error, EngineDead)
+                self._board.shun(placed.replica, _SHUN_DEAD_S if dead else _SHUN_ODD_S)
+                raise ReplicaLost(_cause(error)) from error
+            finally:
+                response.cancel()
 
     async def replicas(self) -> int:
         """Replicas that serve now, at least 1."""
@@ -70,7 +84,7 @@ class Gateway:
 
     def __init__(self, spec: DeploymentSpec, replicas: DeploymentHandle) -> None:
         gateway, model_dir = spec.gateway, resolve_model(spec.model)
-        self._backend = ReplicaBackend(replicas)
+        self._backend = ReplicaBackend(replicas, board_of(replicas.app_name))
         context = spec.engine.get("context_length") or read_target(model_dir).max_positions
         tokenizer = load_tokenizer(model_dir, bool(spec.engine.get("trust_remote_code")))
         self._service = EndpointService(
@@ -84,6 +98,7 @@ class Gateway:
             ),
             Readiness(self._prove, self._look),
             ServiceLimits(context, context - 1, gateway.request_timeout_s),
+            resume=ResumeLimits(gateway.max_resumes, gateway.resume_wait_s),
             parsers=ParserSettings(
                 gateway.tool_call_parser,
                 gateway.reasoning_parser,

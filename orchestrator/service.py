@@ -12,15 +12,8 @@ from functools import partial
 from overstory.orchestrator import openai_errors
 from overstory.orchestrator.admission import Admission, QueueFull, Slot
 from overstory.orchestrator.answer_parsers import AnswerParser, ChatPlan, ParserSettings
-from overstory.orchestrator.generation import (
-    Backend,
-    ChoicePlan,
-    EngineRefused,
-    Generation,
-    LogprobsAsked,
-    Piece,
-    ReplicaLost,
-)
+from overstory.orchestrator.backend import Backend, EngineRefused, ReplicaLost
+from overstory.orchestrator.generation import ChoicePlan, Generation, LogprobsAsked, Piece
 from overstory.orchestrator.journal import Journal
 from overstory.orchestrator.openai_errors import ApiError
 from overstory.orchestrator.openai_protocol import (
@@ -32,6 +25,7 @@ from overstory.orchestrator.openai_protocol import (
 )
 from overstory.orchestrator.openai_responses import Usage
 from overstory.orchestrator.readiness import Readiness
+from overstory.orchestrator.resume import PROOF, ResumeLimits
 from overstory.orchestrator.sampling import Sampling, choice_seeds, draw_seed, fold_seed
 from overstory.orchestrator.tokenizer import ChatTemplateError, Tokenizer
 
@@ -114,16 +108,19 @@ class EndpointService:
         admission: Admission,
         readiness: Readiness,
         limits: ServiceLimits,
+        resume: ResumeLimits | None = None,
         parsers: ParserSettings | None = None,
     ) -> None:
-        """`parsers` find tool calls and reasoning in chats."""
+        """`resume` says how far a sequence is carried on after the loss of its replica; `parsers`
+        find tool calls and reasoning in chats."""
         self.served_name = served_name
         self.readiness = readiness
         self.limits = limits
         self.journal = Journal()
         self.admission = admission
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._backend = backend
+        self._resume = resume or ResumeLimits()
         self._parsers = parsers or ParserSettings()
 
     async def plan_completion(self, request: CompletionRequest) -> Job:
@@ -134,7 +131,7 @@ class EndpointService:
         prefixes: list[str] = []
         if request.echo:
             texts = [
-                prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+                prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
                 for prompt in prompts
             ]
             prefixes = [text for text in texts for _ in range(request.n)]
@@ -145,14 +142,21 @@ class EndpointService:
         """Check, render and tokenize `POST /v1/chat/completions`."""
         self._check_servable(request, 1)
         plan = await self._plan(request)
+        ids = await self._chat_ids(request, plan)
+        return self._job(request, [ids], request.limit, "messages", (), plan)
+
+    async def chat_ids(self, request: ChatCompletionRequest) -> tuple[int, ...]:
+        """The prompt of a conversation, in tokens."""
+        return await self._chat_ids(request, await self._plan(request))
+
+    async def _chat_ids(self, request: ChatCompletionRequest, plan: ChatPlan) -> tuple[int, ...]:
         messages = [message.for_template() for message in request.messages]
         tools = {} if plan.tools is None else {"tools": plan.tools}
         try:
-            text = self._tokenizer.render_chat(messages, **{**plan.variables, **tools})
+            text = self.tokenizer.render_chat(messages, **{**plan.variables, **tools})
         except ChatTemplateError as error:
             raise openai_errors.invalid(str(error), "messages") from error
-        ids = await self._encode(text, special=False, param="messages")
-        return self._job(request, [ids], request.limit, "messages", (), plan)
+        return await self._encode(text, special=False, param="messages")
 
     async def _plan(self, request: ChatCompletionRequest) -> ChatPlan:
         if request.uses_tools:  # a schema may be large, and the first one imports SGLang's parsers
@@ -177,14 +181,16 @@ class EndpointService:
             job.plans,
             job.stops,
             backend=self._backend,
-            decode=partial(self._tokenizer.decode, special=job.special_tokens),
+            decode=partial(self.tokenizer.decode, special=job.special_tokens),
             journal=self.journal,
             deadline_s=deadline_s,
             hold_s=0.0 if stream else _HOLD_WHOLE_S,
             on_commit=self.readiness.generated,
+            on_loss=self._lost,
+            resume=self._resume,
             logprobs=None
             if job.logprobs is None
-            else LogprobsAsked(job.logprobs, self._tokenizer.token),
+            else LogprobsAsked(job.logprobs, self.tokenizer.token),
         )
         return RunningRequest(generation, slot, self)
 
@@ -197,9 +203,10 @@ class EndpointService:
             [plan],
             (),
             backend=self._backend,
-            decode=self._tokenizer.decode,
+            decode=self.tokenizer.decode,
             journal=self.journal,
             deadline_s=loop.time() + self.limits.request_timeout_s,
+            resume=PROOF,
         )
         try:
             async for _ in generation.pieces():
@@ -208,7 +215,7 @@ class EndpointService:
             await generation.aclose()
 
     def api_error(self, error: BaseException) -> ApiError:
-        """What a failure is to a client; a lost replica also puts readiness in doubt."""
+        """What a failure is to a client."""
         match error:
             case ApiError():
                 return error
@@ -217,9 +224,7 @@ class EndpointService:
             case TimeoutError():
                 return openai_errors.timed_out(self.limits.request_timeout_s)
             case ReplicaLost():
-                logger.error("replica lost: %s", error)
                 cause = str(error).split("\n", 1)[0]
-                self.readiness.doubt(cause)
                 return openai_errors.unavailable(
                     f"The replica that served this request was lost: {cause}", "replica_lost"
                 )
@@ -230,6 +235,11 @@ class EndpointService:
             case _:
                 logger.error("a request failed", exc_info=error)
                 return openai_errors.internal(f"{type(error).__name__}: {error}")
+
+    def _lost(self, cause: str) -> None:
+        """A replica was lost under a request, which goes on elsewhere or fails."""
+        logger.error("replica lost: %s", cause)
+        self.readiness.doubt(cause.split("\n", 1)[0])
 
     def _check_servable(self, request: GenerationRequest, prompts: int) -> None:
         if request.model != self.served_name:
@@ -263,24 +273,24 @@ class EndpointService:
         if isinstance(prompt, str):
             return await self._encode(prompt, special=True, param="prompt")
         worst = max(prompt)
-        if worst >= self._tokenizer.vocab_size:
+        if worst >= self.tokenizer.vocab_size:
             raise openai_errors.invalid(
                 f"prompt: token id {worst} is not below the vocabulary's "
-                f"{self._tokenizer.vocab_size}",
+                f"{self.tokenizer.vocab_size}",
                 "prompt",
             )
         return tuple(prompt)
 
     async def _encode(self, text: str, special: bool, param: str) -> tuple[int, ...]:
-        least = len(text) // self._tokenizer.max_token_chars
+        least = len(text) // self.tokenizer.max_token_chars
         if least > self.limits.prompt_tokens:  # refused without the work of tokenizing it
             raise openai_errors.prompt_too_long(
                 least, self.limits.prompt_tokens, self.limits.context_tokens, param
             )
         if len(text) > _LONG_TEXT_CHARS:
-            ids = await asyncio.to_thread(self._tokenizer.encode, text, special)
+            ids = await asyncio.to_thread(self.tokenizer.encode, text, special)
         else:
-            ids = self._tokenizer.encode(text, special)
+            ids = self.tokenizer.encode(text, special)
         if not ids:
             raise openai_errors.invalid(f"{param}: has no tokens", param)
         return tuple(ids)
@@ -331,14 +341,14 @@ class EndpointService:
             ("logit_bias", [int(token) for token in request.logit_bias]),
         ):
             worst = max(ids, default=0)
-            if worst >= self._tokenizer.vocab_size:
+            if worst >= self.tokenizer.vocab_size:
                 raise openai_errors.invalid(
-                    f"{param}: {worst} is not below the vocabulary's {self._tokenizer.vocab_size}",
+                    f"{param}: {worst} is not below the vocabulary's {self.tokenizer.vocab_size}",
                     param,
                 )
 
     def _proof_ids(self) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode("1", True)) or (0,)
+        return tuple(self.tokenizer.encode("1", True)) or (0,)
 
 
 def _sampling(

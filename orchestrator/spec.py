@@ -106,6 +106,13 @@ class GatewaySpec(_Section):
     request_timeout_s: float = Field(default=600.0, gt=0)
     """Longest a request may take, waiting included, in seconds; then it is aborted (504)."""
 
+    max_resumes: int = Field(default=3, ge=0)
+    """Replicas that may be lost under a sequence: each time another one goes on with it; one more
+    ends it with an error. What a restart or a smaller number of replicas moves does not count."""
+
+    resume_wait_s: float = Field(default=300.0, ge=0)
+    """Longest a sequence that has lost its replica waits for another to go on, in seconds."""
+
     tool_call_parser: str | None = None
     """Parser of tool calls, by SGLang's name (`kimi_k2`, ...). Unset: tools only where
     `tool_choice` forces a call."""

@@ -11,13 +11,13 @@ import pytest
 
 from overstory.orchestrator.admission import Admission
 from overstory.orchestrator.answer_parsers import ParserSettings
-from overstory.orchestrator.endpoint import build_http_app
-from overstory.orchestrator.generation import (
+from overstory.orchestrator.backend import (
     EngineRefused,
     ReplicaLost,
     TokenChunk,
     TokenLogprobs,
 )
+from overstory.orchestrator.endpoint import build_http_app
 from overstory.orchestrator.journal import GenerateCall
 from overstory.orchestrator.readiness import Readiness
 from overstory.orchestrator.service import EndpointService, ServiceLimits
