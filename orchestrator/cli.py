@@ -223,6 +223,7 @@ def bench(
 
 
 app.command()(cli_planning.manifest)
+app.command()(cli_planning.capacity)
 
 
 def main() -> None:

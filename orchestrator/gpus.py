@@ -1,6 +1,7 @@
 """GPUs that plans and estimates know: sizes, rates and links, each with its source. Pure."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from overstory.orchestrator.errors import UserFault
 
@@ -38,6 +39,7 @@ class GpuFacts:
         dram: bandwidth that a well-written kernel reaches.
         flops: bfloat16 rate that a large matrix product reaches.
         sms: streaming multiprocessors.
+        clock: of them under load, in Hz.
         inside: link between GPUs of one node.
         between: link between GPUs of several nodes.
         sources: of everything else, by attribute.
@@ -50,6 +52,7 @@ class GpuFacts:
     dram: float
     flops: float
     sms: int
+    clock: float
     inside: Link
     between: Link
     sources: dict[str, str] = field(default_factory=dict)
@@ -71,12 +74,14 @@ RTX_PRO_6000 = GpuFacts(
     dram=1.55e12,
     flops=400e12,
     sms=188,
+    clock=2.4e9,
     inside=Link(18e-6, 46e9, _RTX6KPRO),
     between=Link(45e-6, 6.25e9, _ETHERNET),
     sources={
         "memory": "nvidia-smi's 97887 MiB, in many public logs",
         "dram": "1.792 TB/s by data sheet; 86 to 87% reached by published GEMV kernels on GDDR7",
         "flops": "503.8 TFLOP/s by data sheet; cuBLAS 368 to 417 measured by others",
+        "clock": "2.617 GHz boost by data sheet; 2.4 under load assumed",
     },
 )
 H200 = GpuFacts(
@@ -87,12 +92,14 @@ H200 = GpuFacts(
     dram=4.2e12,
     flops=620e12,
     sms=132,
+    clock=1.83e9,
     inside=Link(9e-6, 360e9, "assumed: NVLink 4, 80% of 450 GB/s a direction; no measurement here"),
     between=Link(25e-6, 40e9, "assumed: one 400 Gb/s port for each GPU; no measurement here"),
     sources={
         "memory": "nvidia-smi's 143771 MiB, in many public logs",
         "dram": "4.8 TB/s by data sheet; a kernel copies 4.2 (docs/benchmarks/kernels_h200.md)",
         "flops": "989 TFLOP/s by data sheet; 62 to 65% of it with mma.sync, measured by others",
+        "clock": "1.83 GHz under load, 1.98 boost by data sheet",
     },
 )
 
@@ -119,3 +126,16 @@ def recognise(reported: str) -> GpuFacts | None:
     """The GPU that `nvidia-smi` reports under this name; None if it is not in the table."""
     lower = reported.lower()
     return next((gpu for gpu in KNOWN.values() if gpu.match in lower), None)
+
+
+def another(base: GpuFacts, **numbers: Any) -> GpuFacts:
+    """`base` with other numbers: attributes of `GpuFacts`, and `latency_s` or `rate` of the link
+    inside of a node. None leaves a number as it is; a changed GPU's name says that it is one."""
+    given = {name: value for name, value in numbers.items() if value is not None}
+    if not given:
+        return base
+    link = {name: given.pop(name) for name in ("latency_s", "rate") if name in given}
+    inside = replace(base.inside, **link, source="given") if link else base.inside
+    sources = base.sources | dict.fromkeys(given, "given")
+    changed = replace(base, **given, inside=inside, sources=sources)
+    return replace(changed, name=f"{base.name}, changed")
