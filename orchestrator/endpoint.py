@@ -8,12 +8,20 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from overstory.orchestrator import openai_errors, openai_responses
 from overstory.orchestrator.answer_parsers import AnswerParser, Parts
 from overstory.orchestrator.http_layers import BodyGuard, RequestIds
+from overstory.orchestrator.openai_documents import (
+    ChatAnswer,
+    CompletionAnswer,
+    ModelAnswer,
+    ModelsAnswer,
+    StateAnswer,
+    documented,
+)
 from overstory.orchestrator.openai_errors import ApiError
 from overstory.orchestrator.openai_protocol import (
     ChatCompletionRequest,
@@ -21,12 +29,13 @@ from overstory.orchestrator.openai_protocol import (
     GenerationRequest,
 )
 from overstory.orchestrator.openai_responses import AnswerReason, ChatShape, Choice, CompletionShape
+from overstory.orchestrator.openai_tokens import add_token_routes
 from overstory.orchestrator.service import EndpointService, Job, Piece, RunningRequest
 
 Shape = CompletionShape | ChatShape
 
 
-class Json(Response):
+class Json(JSONResponse):
     """JSON as `json_bytes` writes it."""
 
     media_type = "application/json"
@@ -56,10 +65,13 @@ class EventStream(StreamingResponse):
 
 def build_http_app(service: EndpointService, max_body_bytes: int) -> FastAPI:
     """The endpoint as an ASGI application."""
-    app = FastAPI(title="Overstory", description="OpenAI-compatible endpoint")
+    app = FastAPI(
+        title="Overstory", description="OpenAI-compatible endpoint", default_response_class=Json
+    )
     _add_error_handlers(app)
     _add_state_routes(app, service)
     _add_generation_routes(app, service)
+    add_token_routes(app, service, Json)
     app.add_middleware(BodyGuard, max_bytes=max_body_bytes)
     app.add_middleware(RequestIds)
     return app
@@ -84,12 +96,12 @@ def _add_error_handlers(app: FastAPI) -> None:
 def _add_state_routes(app: FastAPI, service: EndpointService) -> None:
     created = int(time.time())
 
-    @app.get("/health")
+    @app.get("/health", **documented(StateAnswer))
     async def health() -> Response:
         """The endpoint is alive; that says nothing of the replicas."""
         return Json({"status": "alive"})
 
-    @app.get("/ready")
+    @app.get("/ready", **documented(StateAnswer))
     async def ready() -> Response:
         """A generation through the whole path has succeeded and nothing has cast doubt on it
         since."""
@@ -97,13 +109,13 @@ def _add_state_routes(app: FastAPI, service: EndpointService) -> None:
             raise openai_errors.unavailable(f"Not ready: {service.readiness.reason}", "not_ready")
         return Json({"status": "ready"})
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", **documented(ModelsAnswer))
     async def list_models() -> Response:
         """The one model that is served."""
         context = service.limits.context_tokens
         return Json(openai_responses.models(service.served_name, created, context))
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", **documented(ModelAnswer))
     async def get_model(name: str) -> Response:
         """That model by name."""
         if name != service.served_name:
@@ -112,13 +124,13 @@ def _add_state_routes(app: FastAPI, service: EndpointService) -> None:
 
 
 def _add_generation_routes(app: FastAPI, service: EndpointService) -> None:
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", **documented(CompletionAnswer, streamed=True))
     async def completions(body: CompletionRequest) -> Response:
         """Complete prompts."""
         job = await service.plan_completion(body)
         return await _answer(service, job, body, CompletionShape)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", **documented(ChatAnswer, streamed=True))
     async def chat_completions(body: ChatCompletionRequest) -> Response:
         """Answer a conversation."""
         job = await service.plan_chat(body)

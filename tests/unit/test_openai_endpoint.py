@@ -750,3 +750,45 @@ def test_the_openapi_document_names_both_endpoints() -> None:
         assert fields["min_p"]["description"]
 
     play(story)
+
+
+# ---------------------------------------------------------------- tokens
+
+
+def test_tokens_of_texts_and_conversations_and_back() -> None:
+    async def story(world: World) -> None:
+        for path in ("/tokenize", "/v1/tokenize"):
+            one = (await world.client.post(path, json={"model": "tiny", "prompt": "ab"})).json()
+            assert one == {"tokens": [97, 98], "count": 2, "max_model_len": CONTEXT}
+        many = (await world.client.post("/tokenize", json={"prompt": ["a", "bc"]})).json()
+        assert (many["tokens"], many["count"]) == ([[97], [98, 99]], [1, 2])
+        messages = [{"role": "user", "content": "hi"}]
+        chat = (await world.client.post("/tokenize", json={"messages": messages})).json()
+        assert "".join(map(chr, chat["tokens"])) == "user:hi\n"
+        back = await world.client.post("/detokenize", json={"tokens": chat["tokens"]})
+        assert back.json()["text"] == "user:hi\n"
+        several = await world.client.post("/v1/detokenize", json={"tokens": [[97], []]})
+        assert several.json()["text"] == ["a", ""]
+
+    play(story)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "x"}]}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "refuse"}]}, "messages"),
+        ("/tokenize", {"prompt": "a", "model": "huge"}, "model"),
+        ("/detokenize", {"tokens": [Codepoints.vocab_size]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens.0"),
+        ("/detokenize", {"tokens": [1], "extra": 1}, "extra"),
+    ],
+)
+def test_tokens_that_cannot_be_are_refused(path: str, body: dict[str, Any], param: str) -> None:
+    async def story(world: World) -> None:
+        response = await world.client.post(path, json=body)
+        assert response.status_code in (400, 404)
+        assert response.json()["error"]["param"] == param
+
+    play(story)

@@ -3,10 +3,12 @@
 import asyncio
 from typing import Any
 
+import httpx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_openai_endpoint import ScriptedBackend, World
+from test_openai_endpoint import MAX_BODY, ScriptedBackend, World
 
+from overstory.orchestrator.endpoint import build_http_app
 from overstory.orchestrator.openai_protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -38,11 +40,15 @@ MESSAGES = st.lists(
 )
 
 
+WORLD = World(ScriptedBackend())
+APP = build_http_app(WORLD.service, MAX_BODY)
+
+
 async def _status(path: str, body: Any) -> int:
-    world = World(ScriptedBackend())
-    async with world.client:
-        response = await world.client.post(path, json=_finite(body))
-    assert world.idle()
+    transport = httpx.ASGITransport(APP)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        response = await client.post(path, json=_finite(body))
+    assert WORLD.idle()
     if response.status_code != 200:
         error = response.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}
