@@ -25,9 +25,8 @@ from overstory.orchestrator.engine_errors import EngineBusy, EngineDead, Request
 from overstory.orchestrator.journal import GenerateCall
 from overstory.orchestrator.model_facts import read_target
 from overstory.orchestrator.readiness import Readiness
-from overstory.orchestrator.replica_board import ReplicaBoard, until
+from overstory.orchestrator.replica_board import ReplicaBoard, board_of, until
 from overstory.orchestrator.resume import ResumeLimits
-from overstory.orchestrator.routing import board_of
 from overstory.orchestrator.service import EndpointService, ServiceLimits
 from overstory.orchestrator.spec import DeploymentSpec
 from overstory.orchestrator.tokenizer import load_tokenizer

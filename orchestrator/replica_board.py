@@ -111,6 +111,14 @@ class ReplicaBoard:
                     call.tell()
 
 
+_BOARDS: dict[str, ReplicaBoard] = {}
+
+
+def board_of(app: str) -> ReplicaBoard:
+    """This process's board of an application's replicas."""
+    return _BOARDS.setdefault(app, ReplicaBoard())
+
+
 async def until(items: AsyncIterator[T], stop: asyncio.Event) -> AsyncGenerator[T, None]:
     """The items up to the one after which `stop` is set, or up to their end."""
     stopped = asyncio.ensure_future(stop.wait())

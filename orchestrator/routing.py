@@ -3,6 +3,9 @@
 Serve makes a router in every process that holds a handle; it is Serve's own "power of two choices"
 with an eye on the process's `ReplicaBoard`, which it also feeds: which replicas run, and which one
 a call went to. Serve itself tells user code neither.
+
+Serve pickles this module's class by value, with all it refers to here: nothing that is to be one
+per process may live in this module.
 """
 
 import random
@@ -10,17 +13,10 @@ from typing import Any
 
 from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 
-from overstory.orchestrator.replica_board import ReplicaBoard
+from overstory.orchestrator.replica_board import board_of
 
 ROUTER = f"{__name__}:BoardRouter"
 """Import path for `RequestRouterConfig`."""
-
-_BOARDS: dict[str, ReplicaBoard] = {}
-
-
-def board_of(app: str) -> ReplicaBoard:
-    """This process's board of an application's replicas."""
-    return _BOARDS.setdefault(app, ReplicaBoard())
 
 
 class BoardRouter(PowerOfTwoChoicesRequestRouter):
