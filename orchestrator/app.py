@@ -77,4 +77,6 @@ def http_options(spec: DeploymentSpec) -> dict[str, Any]:
         "port": spec.gateway.port,
         "request_timeout_s": spec.gateway.request_timeout_s + 30,
         "keep_alive_timeout_s": 75,
+        "ssl_certfile": spec.gateway.tls_cert_file,
+        "ssl_keyfile": spec.gateway.tls_key_file,
     }

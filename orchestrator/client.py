@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -9,6 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from overstory.orchestrator.errors import UserFault
+
+KEY_VARIABLE = "OVERSTORY_API_KEY"
+"""Environment variable with the API key to send, where the endpoint wants one."""
 
 
 class EndpointError(UserFault, RuntimeError):
@@ -30,7 +34,10 @@ class Event:
 
 def _open(url: str, body: dict[str, Any] | None, timeout_s: float) -> http.client.HTTPResponse:
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json"}
+    if os.environ.get(KEY_VARIABLE):
+        headers["Authorization"] = f"Bearer {os.environ[KEY_VARIABLE]}"
+    request = urllib.request.Request(url, data, headers)
     try:
         return urllib.request.urlopen(request, timeout=timeout_s)
     except urllib.error.HTTPError as error:

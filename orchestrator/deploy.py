@@ -58,7 +58,7 @@ def endpoint_of(gateway: GatewaySpec, head: str | None) -> str:
         )
     if host in _ANYWHERE:
         host = head or _ANYWHERE[host]
-    return f"http://{f'[{host}]' if ':' in host else host}:{gateway.port}"
+    return f"{gateway.scheme}://{f'[{host}]' if ':' in host else host}:{gateway.port}"
 
 
 def deploy(spec: DeploymentSpec, progress: Progress, timeout_s: float) -> DeploymentRecord:

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,7 +12,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from overstory.orchestrator import openai_errors, openai_responses
+from overstory.orchestrator.admin_routes import add_admin_routes
 from overstory.orchestrator.answer_parsers import AnswerParser, Parts
+from overstory.orchestrator.api_keys import KeyRing
+from overstory.orchestrator.http_access import KeyGuard, allow_origins
 from overstory.orchestrator.http_layers import BodyGuard, RequestIds
 from overstory.orchestrator.openai_documents import (
     ChatAnswer,
@@ -63,8 +66,16 @@ class EventStream(StreamingResponse):
             await self._close()
 
 
-def build_http_app(service: EndpointService, max_body_bytes: int) -> FastAPI:
-    """The endpoint as an ASGI application."""
+def build_http_app(
+    service: EndpointService,
+    max_body_bytes: int,
+    keys: KeyRing | None = None,
+    cors_origins: Sequence[str] = (),
+) -> FastAPI:
+    """The endpoint as an ASGI application.
+
+    Args: keys: who may ask; None for everybody. cors_origins: whose web pages may ask.
+    """
     app = FastAPI(
         title="Overstory", description="OpenAI-compatible endpoint", default_response_class=Json
     )
@@ -72,7 +83,11 @@ def build_http_app(service: EndpointService, max_body_bytes: int) -> FastAPI:
     _add_state_routes(app, service)
     _add_generation_routes(app, service)
     add_token_routes(app, service, Json)
+    add_admin_routes(app, service, keys, Json)
     app.add_middleware(BodyGuard, max_bytes=max_body_bytes)
+    app.add_middleware(KeyGuard, ring=keys)
+    if cors_origins:
+        app.add_middleware(allow_origins, origins=cors_origins)
     app.add_middleware(RequestIds)
     return app
 

@@ -77,8 +77,8 @@ _RESERVED: dict[str, str] = {
     "preferred_sampling_params": _HTTP,
     "allow_auto_truncate": _HTTP,
     "log_level_http": _HTTP,
-    "api_key": "put a proxy that asks for keys in front of the gateway",
-    "admin_api_key": "put a proxy that asks for keys in front of the gateway",
+    "api_key": "use `gateway.api_keys_file`",
+    "admin_api_key": "use `gateway.api_keys_file`",
     "chat_template": _TEMPLATE,
     "hf_chat_template_name": _TEMPLATE,
     "completion_template": _TEMPLATE,
@@ -103,7 +103,7 @@ _RESERVED_PREFIXES = {
     "dynamic_batch_tokenizer_": _HTTP,
     "smg_": "use `gateway`",
     "grpc_": "use `gateway`",
-    "ssl_": "put a TLS proxy in front of the gateway",
+    "ssl_": "use `gateway.tls_cert_file` and `gateway.tls_key_file`",
 }
 _RESERVED_ON_CPU = {
     "attention_backend": _CPU_ATTENTION,

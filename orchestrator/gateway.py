@@ -19,6 +19,7 @@ from ray.serve.handle import DeploymentHandle
 
 from overstory.orchestrator.admission import Admission
 from overstory.orchestrator.answer_parsers import ParserSettings
+from overstory.orchestrator.api_keys import key_ring
 from overstory.orchestrator.backend import EngineRefused, ReplicaLeaving, ReplicaLost, TokenChunk
 from overstory.orchestrator.endpoint import build_http_app
 from overstory.orchestrator.engine_errors import EngineBusy, EngineDead, RequestRefused
@@ -105,12 +106,15 @@ class Gateway:
                 tokenizer.vocabulary,
             ),
         )
-        self._max_body_bytes = gateway.max_body_bytes
+        self._settings = gateway
+        self._keys = key_ring(gateway.api_keys_file, gateway.api_keys_env)
         self._per_replica = gateway.max_concurrent_requests
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve after the constructor."""
-        app = build_http_app(self._service, self._max_body_bytes)
+        app = build_http_app(
+            self._service, self._settings.max_body_bytes, self._keys, self._settings.cors_origins
+        )
         app.router.lifespan_context = self._lifespan
         return app
 
@@ -138,9 +142,10 @@ class Gateway:
     async def _prove(self) -> None:
         """Learn the engine's limits, then generate as a request would."""
         limits = await self._backend.limits()
+        longest = self._settings.max_prompt_tokens or limits["prompt_tokens"]
         self._service.limits = ServiceLimits(
             limits["context_tokens"],
-            limits["prompt_tokens"],
+            min(limits["prompt_tokens"], longest),
             self._service.limits.request_timeout_s,
         )
         await self._service.prove()

@@ -56,10 +56,10 @@ class BodyGuard:
             return
         body = await self._read(scope, receive)
         if body is None:
-            await _send_error(send, openai_errors.body_too_large(self._max_bytes))
+            await send_error(send, openai_errors.body_too_large(self._max_bytes))
             return
         if _has_half_a_pair(body):
-            await _send_error(send, openai_errors.invalid("The body holds half a surrogate pair"))
+            await send_error(send, openai_errors.invalid("The body holds half a surrogate pair"))
             return
         await self._app(scope, _replay(body, receive), send)
 
@@ -104,13 +104,15 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replayed
 
 
-async def _send_error(send: Send, error: ApiError) -> None:
+async def send_error(send: Send, error: ApiError) -> None:
+    """An answer that is an error, from a layer."""
     body = openai_responses.json_bytes(error.body())
     # No "connection: close": the server would close on a client that is still sending, which then
     # never reads the answer.
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
+        *((name.lower().encode(), value.encode()) for name, value in error.headers.items()),
     ]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

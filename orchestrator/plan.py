@@ -74,7 +74,7 @@ class Plan:
             "ports": [dataclasses.asdict(port) for port in self.ports],
             "replicas": [dataclasses.asdict(replica) for replica in self.replicas],
             "nodes": [dataclasses.asdict(node) for node in self.nodes],
-            "endpoint": f"http://{self.spec.gateway.host}:{self.spec.gateway.port}",
+            "endpoint": self.spec.gateway.url,
             "warnings": list(self.warnings),
         }
 
@@ -173,7 +173,7 @@ def _bundles(spec: DeploymentSpec, shares: Sequence[NodeShare]) -> tuple[dict[st
     return tuple(bundles)
 
 
-def _node_memory_per_rank(spec: DeploymentSpec, memory: RankMemory) -> float:
+def node_memory_per_rank(spec: DeploymentSpec, memory: RankMemory) -> float:
     """Host memory that a rank takes; its share of the replica's front half included."""
     front = FRONT_HALF_BYTES / spec.tp_size
     return front + (memory.total if spec.resources.device == "cpu" else HOST_BYTES_OF_GPU_RANK)
@@ -239,7 +239,7 @@ def make_plan(
     if device == "cuda" and (faults := gpu_faults(spec, settings, memory, gpu_bytes)):
         raise PlanError(*faults)
     needs = RankNeeds(
-        spec.resources.cpus_per_rank, spec.resources.gpus, _node_memory_per_rank(spec, memory)
+        spec.resources.cpus_per_rank, spec.resources.gpus, node_memory_per_rank(spec, memory)
     )
     placed = place(nodes, needs, spec.replicas, spec.tp_size)
     replicas = tuple(

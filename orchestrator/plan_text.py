@@ -76,7 +76,7 @@ def render_plan(plan: Plan) -> str:
         f"Drafter    {spec.drafter or 'none'}"
         + (f" (block size {drafter.block_size})" if drafter else ""),
         f"Policy     {plan.settings.policy}",
-        f"Endpoint   http://{spec.gateway.host}:{spec.gateway.port}"
+        f"Endpoint   {spec.gateway.url}"
         f"  ({spec.gateway.max_concurrent_requests} sequences per replica, "
         f"{spec.gateway.max_queued_requests} requests waiting)",
         f"Ranks      {spec.replicas} x {spec.tp_size} on {spec.resources.device}",

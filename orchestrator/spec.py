@@ -113,12 +113,50 @@ class GatewaySpec(_Section):
     resume_wait_s: float = Field(default=300.0, ge=0)
     """Longest a sequence that has lost its replica waits for another to go on, in seconds."""
 
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Longest prompt; a longer one is answered 400. Unset: what the engine takes."""
+
+    api_keys_file: str | None = None
+    """File of API keys, hashed, on the node where the gateway runs (`overstory key new`). It is
+    read anew when it changes. A path starting with `.` is relative to the deployment file."""
+
+    api_keys_env: str | None = Field(default=None, min_length=1)
+    """Environment variable of the gateway's process that holds API keys, with commas between;
+    `admin:` before one makes it an admin's."""
+
+    cors_origins: list[str] = []
+    """Origins whose web pages may use the endpoint (`https://chat.example.org`, or `*`). Empty:
+    none."""
+
+    tls_cert_file: str | None = None
+    """Certificate chain (PEM) on the node where the endpoint listens; with it the endpoint speaks
+    HTTPS."""
+
+    tls_key_file: str | None = None
+    """Private key of that certificate (PEM)."""
+
     tool_call_parser: str | None = None
     """Parser of tool calls, by SGLang's name (`kimi_k2`, ...). Unset: tools only where
     `tool_choice` forces a call."""
 
     reasoning_parser: str | None = None
     """Parser of reasoning, by SGLang's name (`kimi_k2`, ...). Unset: reasoning is content."""
+
+    @model_validator(mode="after")
+    def _certificate_with_key(self) -> "GatewaySpec":
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise ValueError("tls_cert_file and tls_key_file go together; set both or neither")
+        return self
+
+    @property
+    def scheme(self) -> str:
+        """`http` or `https`."""
+        return "http" if self.tls_cert_file is None else "https"
+
+    @property
+    def url(self) -> str:
+        """Where it listens, as set."""
+        return f"{self.scheme}://{self.host}:{self.port}"
 
     @field_validator("tool_call_parser")
     @classmethod
@@ -247,11 +285,22 @@ def parse_override(text: str) -> tuple[str, Any]:
     return key.strip(), yaml.safe_load(value)
 
 
+_PATHS = ("model", "drafter")
+_GATEWAY_PATHS = ("api_keys_file", "tls_cert_file", "tls_key_file")
+
+
 def _resolve_relative(document: dict[str, Any], folder: Path) -> None:
-    for key in ("model", "drafter"):
-        value = document.get(key)
+    gateway = document.get("gateway")
+    _resolve_keys(document, _PATHS, folder)
+    if isinstance(gateway, dict):
+        _resolve_keys(gateway, _GATEWAY_PATHS, folder)
+
+
+def _resolve_keys(section: dict[str, Any], keys: Sequence[str], folder: Path) -> None:
+    for key in keys:
+        value = section.get(key)
         if isinstance(value, str) and value.startswith((".", "~")):
-            document[key] = str((folder / Path(value).expanduser()).resolve())
+            section[key] = str((folder / Path(value).expanduser()).resolve())
 
 
 def parse_spec(document: Any, source: str = "deployment") -> DeploymentSpec:

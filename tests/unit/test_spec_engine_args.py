@@ -63,7 +63,7 @@ def test_vllm_names_point_to_ours(vllm: str, ours: str) -> None:
         ("dist_init_addr", "h:1", "Overstory places the ranks"),
         ("attention_backend", "triton", "Overstory brings its own"),
         ("tool_call_parser", "kimi_k2", "use `gateway.tool_call_parser`"),
-        ("api_key", "x", "put a proxy"),
+        ("api_key", "x", "use `gateway.api_keys_file`"),
     ],
 )
 def test_what_overstory_sets_itself_is_refused(name: str, value: Any, use: str) -> None:
