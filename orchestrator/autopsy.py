@@ -9,9 +9,11 @@ from typing import Any
 
 import ray
 
+from overstory.orchestrator.death_cause import Ending, ending_of
 from overstory.orchestrator.engine_errors import RankDeath
 from overstory.orchestrator.local_process import LocalProcess
 from overstory.workers.death_note import DeathNote, read_log_tail, read_note
+from overstory.workers.process_ids import kernel_memory_kills
 from overstory.workers.rank import RankIdentity
 
 ANSWER_TIMEOUT_S = 2.0
@@ -24,6 +26,7 @@ def examine(
     error: Exception | None,
     observed: str | None,
     others: Mapping[int, Any],
+    seen: Mapping[str, Any],
 ) -> RankDeath:
     """Puts together what can be known of a rank's death.
 
@@ -33,10 +36,17 @@ def examine(
         error: what Ray raised, if it did.
         observed: what the watcher itself saw, if it was that.
         others: references of `health()` calls to the other ranks.
+        seen: the last answer of this rank to such a call; may be empty.
     """
     identity = identities[rank] if rank < len(identities) else None
-    note, log_tail = _papers(identity) if identity else (None, [])
-    cause = observed or (note.cause if note else _words(error))
+    note, log_tail, kills = _papers(identity) if identity else (None, [], 0)
+    vanished = isinstance(error, ray.exceptions.RayActorError)
+    ray_says = _exit_detail(str(error)) if vanished else ""
+    if identity is None or observed or (note is None and not vanished):
+        ending = Ending()
+    else:
+        ending = ending_of(note.cause if note else None, log_tail, ray_says, kills)
+    cause = observed or (note.cause if note else _words(error, ending.words))
     if identity is not None and observed is not None:
         state = LocalProcess(identity.host, identity.pid, identity.started).state()
         cause += f"; its process is {state}" if state else "; its process is gone"
@@ -44,41 +54,46 @@ def examine(
         rank=rank,
         cause=cause,
         exit_code=note.exit_code if note else None,
-        phase=note.phase if note else "unknown",
-        forwards=note.forwards if note else 0,
+        signal=ending.signal,
+        out_of_memory=ending.out_of_memory,
+        phase=note.phase if note else seen.get("phase", "unknown"),
+        forwards=note.forwards if note else seen.get("forwards", 0),
         detail=(note.detail if note and note.detail else str(error or "")),
         log_tail=tuple(log_tail),
         others=_states(others, identities),
     )
 
 
-def _papers(identity: RankIdentity) -> tuple[DeathNote | None, list[str]]:
-    """Death note and log tail, read on the rank's own node."""
+Papers = tuple[DeathNote | None, list[str], int]
+"""Death note; log tail; processes that the kernel killed for memory since the rank began."""
+
+
+def _papers(identity: RankIdentity) -> Papers:
+    """Read on the rank's own node."""
     log_path = Path(identity.log_path) if identity.log_path else None
     if identity.node_id == ray.get_runtime_context().get_node_id():
-        return _read_papers(Path(identity.note_path), log_path)
+        return _read_papers(identity, log_path)
     strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
         identity.node_id, soft=False
     )
     task = ray.remote(_read_papers).options(num_cpus=0, scheduling_strategy=strategy)
     try:
-        return ray.get(task.remote(Path(identity.note_path), log_path), timeout=NOTE_TIMEOUT_S)
+        return ray.get(task.remote(identity, log_path), timeout=NOTE_TIMEOUT_S)
     except ray.exceptions.RayError:  # Its node is gone too: Ray's own words must do.
-        return None, []
+        return None, [], 0
 
 
-def _read_papers(note: Path, log: Path | None) -> tuple[DeathNote | None, list[str]]:
-    return read_note(note), read_log_tail(log) if log else []
+def _read_papers(identity: RankIdentity, log: Path | None) -> Papers:
+    kills = kernel_memory_kills() - identity.memory_kills
+    return read_note(Path(identity.note_path)), read_log_tail(log) if log else [], kills
 
 
-def _words(error: Exception | None) -> str:
+def _words(error: Exception | None, ending: str) -> str:
     if error is None:
         return "its event loop ended without being told to"
     if isinstance(error, ray.exceptions.RayActorError):
-        return (
-            "its process died without leaving a cause (killed from outside, out of memory, or a "
-            f"crash in native code). Ray says: {_exit_detail(str(error))}"
-        )
+        how = ending or "its process died before it could say where it lives"
+        return f"{how}. Ray says: {_exit_detail(str(error))}"
     return " ".join(str(error).split())
 
 

@@ -22,7 +22,9 @@ class RankDeath:
         rank: tensor-parallel rank; None if no rank is known to have died, but what watches over
             them failed.
         cause: one line for a person.
-        exit_code: None if unknown (killed from outside: the kernel's OOM killer, `kill -9`).
+        exit_code: None if unknown: the process did not end by itself.
+        signal: name of the signal that ended it, where one did; for SIGKILL a conclusion.
+        out_of_memory: whether memory ran out.
         phase: what the rank was doing.
         forwards: batches it had launched.
         detail: longer text: its traceback or thread stacks, Ray's own words.
@@ -33,6 +35,8 @@ class RankDeath:
     rank: int | None
     cause: str
     exit_code: int | None = None
+    signal: str | None = None
+    out_of_memory: bool = False
     phase: str = "unknown"
     forwards: int = 0
     detail: str = ""
@@ -41,9 +45,11 @@ class RankDeath:
 
     def __str__(self) -> str:
         code = "unknown" if self.exit_code is None else str(self.exit_code)
+        signal = f", {self.signal}" if self.signal else ""
+        memory = ", out of memory" if self.out_of_memory else ""
         who = "the replica's watcher" if self.rank is None else f"rank {self.rank}"
         lines = [
-            f"{who} died (exit code {code}, phase {self.phase}, "
+            f"{who} died (exit code {code}{signal}{memory}, phase {self.phase}, "
             f"forward {self.forwards}): {self.cause}"
         ]
         lines += [f"  rank {rank}: {state}" for rank, state in sorted(self.others.items())]

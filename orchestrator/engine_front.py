@@ -15,9 +15,8 @@ import contextlib
 import dataclasses
 import logging
 import shutil
-import tempfile
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from overstory.orchestrator.engine_errors import (
     RankDeath,
     RequestRefused,
 )
+from overstory.orchestrator.front_files import make_front_folder, sweep_dead
 from overstory.orchestrator.rank_group import Progress, RankGroup
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,10 @@ class OverstoryEngine(Engine):
         self._group = group
         self._on_progress = on_progress
         self._death: RankDeath | None = None
-        self._ipc_folder = Path(tempfile.mkdtemp(prefix="overstory-ipc-"))
+        self.on_death: Callable[[RankDeath], None] | None = None
+        """Told once, from whichever thread notices, when the engine is gone."""
+        sweep_dead()
+        self._ipc_folder = make_front_folder()
         self._closed = threading.Lock()
         try:
             super().__init__(server_args=ServerArgs(**_fixed_fields(fields, group)))
@@ -239,7 +242,9 @@ class OverstoryEngine(Engine):
         for name in _IPC_FIELDS:
             Path(getattr(port_args, name).removeprefix("ipc://")).unlink(missing_ok=True)
         return dataclasses.replace(
-            port_args, **{name: f"ipc://{self._ipc_folder}/{name}" for name in _IPC_FIELDS}
+            port_args,
+            instance_id=self._ipc_folder.name,
+            **{name: f"ipc://{self._ipc_folder}/{name}" for name in _IPC_FIELDS},
         )
 
     @staticmethod
@@ -284,6 +289,8 @@ class OverstoryEngine(Engine):
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # The loop may be closed already.
                 loop.call_soon_threadsafe(self._fail_requests)
+        if self.on_death is not None:
+            self.on_death(death)
 
     def _fail_requests(self) -> None:
         for rid, state in list(self.tokenizer_manager.rid_to_state.items()):
@@ -297,9 +304,11 @@ class OverstoryEngine(Engine):
     def _front_failed(self, error: BaseException | None) -> None:
         """The loop that takes outputs ended: without it the engine is as good as dead."""
         death = RankDeath(rank=0, cause=f"the front half failed: {error!r}", phase="front half")
-        self._group.end()
         self._death = self._death or death
         self._fail_requests()
+        if self.on_death is not None:
+            self.on_death(self._death)
+        self._group.end()
 
 
 def _fixed_fields(fields: Mapping[str, Any], group: RankGroup) -> dict[str, Any]:

@@ -4,8 +4,8 @@
 launch   actors created; each imports SGLang while the front half imports it too
 start    schedulers built, all ranks at once (they meet in the process group)
 run      event loops started; a watcher thread awaits them and asks for signs of life
-            first loss -> autopsy (note, log, the others' state) -> others ended ->
-            on_death(RankDeath)
+            first loss -> autopsy (note, log, the others' state) -> on_death(RankDeath) ->
+            others ended
 end      everything away, processes proved gone
 ```
 
@@ -114,6 +114,7 @@ class RankGroup:
         self._loops: list[Any] = []
         self._watcher: threading.Thread | None = None
         self._ending = threading.Event()
+        self._last_seen: dict[int, Mapping[str, Any]] = {}
 
     @classmethod
     def launch(cls, plan: RankPlan, placement_group: PlacementGroup | None = None) -> RankGroup:
@@ -251,10 +252,12 @@ class RankGroup:
             return
         self._ending.set()
         try:
-            self._kill_all()
-        except Exception:  # The news matters more: who hears it ends the ranks again.
-            logger.exception("ending the ranks of %s failed", self.plan.replica)
-        on_death(death)
+            on_death(death)  # First: those who wait for tokens go on elsewhere meanwhile.
+        finally:
+            try:
+                self._kill_all()
+            except Exception:  # Who heard it ends the ranks again.
+                logger.exception("ending the ranks of %s failed", self.plan.replica)
 
     def _await_loss(self) -> RankDeath | None:
         """The first loss; None if `end` was called before."""
@@ -290,7 +293,10 @@ class RankGroup:
             ray.wait(list(probes), num_returns=len(probes), timeout=0) if probes else ([], [])
         )
         for ref in answered:
-            last_answer[probes.pop(ref)] = time.monotonic()
+            rank = probes.pop(ref)
+            last_answer[rank] = time.monotonic()
+            with contextlib.suppress(ray.exceptions.RayError):
+                self._last_seen[rank] = ray.get(ref)
         for rank in set(range(len(self.actors))) - set(probes.values()):
             probes[call(self.actors[rank], CONTROL, "health")] = rank
 
@@ -309,7 +315,8 @@ class RankGroup:
             for other, actor in enumerate(self.actors)
             if other != rank
         }
-        return examine(rank, self.identities, error, observed, others)
+        seen = self._last_seen.get(rank, {})
+        return examine(rank, self.identities, error, observed, others, seen)
 
     def _kill_all(self) -> None:
         for actor in self.actors:

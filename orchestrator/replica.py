@@ -66,6 +66,7 @@ class Replica:
         self._health = ReplicaHealth(limits, time.monotonic, name)
         self._word: dict[str, Any] = {"forwards": 0, "work": 0, "prefilling": False}
         self._ending = threading.Event()
+        self._engine.on_death = self._end
         _register(spec, name)
 
     async def generate(self, request: GenerateCall) -> AsyncGenerator[TokenChunk, None]:
@@ -107,8 +108,9 @@ class Replica:
         time it generates, later it looks at the progress of what others generate.
 
         Raises:
-            EngineDead: the engine is gone or stands still with work in hand; the process ends
-                itself a moment later, for Serve to replace it.
+            EngineDead: the engine is gone (the process ends itself, with or without this call) or
+                stands still with work in hand; the process ends itself a moment later, for Serve to
+                replace it.
         """
         death = self._engine.death or await self._stalled()
         if death is None and self._health.state is State.WARMING:
@@ -148,6 +150,8 @@ class Replica:
         return RankDeath(rank=0, cause=self._health.reason, phase="serving")
 
     def _end(self, death: RankDeath) -> None:
+        """The engine is gone: tell the controller why, end the ranks and this process. From any
+        thread."""
         if self._ending.is_set():
             return
         self._ending.set()

@@ -28,6 +28,7 @@ def rank_plan(spec: DeploymentSpec, replica: str, nodes: int = 1) -> RankPlan:
         bundles=tuple(rank // per_node for rank in range(spec.tp_size)),
         environment={POLICY_ENV: str(resolve_engine(spec).policy)},
         lease_timeout_s=spec.control.lease_timeout_s,
+        unresponsive_s=spec.control.unresponsive_s,
     )
 
 

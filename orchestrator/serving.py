@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from overstory.orchestrator.app import build_app, http_options
 from overstory.orchestrator.controller_actor import end_controller, ensure_controller
 from overstory.orchestrator.errors import UserFault
+from overstory.orchestrator.front_files import sweep_dead
 from overstory.orchestrator.rank_group import CONTROL, NAMESPACE, call
 from overstory.orchestrator.spec import DeploymentSpec
 
@@ -211,6 +212,19 @@ def remove_app(name: str) -> None:
         if time.monotonic() > deadline:
             raise StillThere(f"still there {GONE_TIMEOUT_S:.0f} s after removal: {left}")
         time.sleep(_POLL_S)
+    _sweep_nodes()
+
+
+def _sweep_nodes() -> None:
+    """Takes away what killed front halves have left, on every node."""
+    sweep = ray.remote(sweep_dead)
+    places = [
+        NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    swept = [sweep.options(num_cpus=0, scheduling_strategy=place).remote() for place in places]
+    ray.wait(swept, num_returns=len(swept), timeout=CALL_TIMEOUT_S)  # Files, not worth a failure.
 
 
 def _placement_groups(name: str) -> list[str]:

@@ -186,6 +186,10 @@ class ControlSpec(_Section):
     """Share of neighbouring rows that are neighbours in the pool, below which such a look is
     followed by relocation passes."""
 
+    unresponsive_s: float = Field(default=60.0, gt=0)
+    """Seconds after which a rank whose control side does not answer is ended, and its replica with
+    it: it may be stopped, cut off, or its host overloaded."""
+
     restart_budget: int = Field(default=3, ge=1)
     """Lives in a row that a replica may fail (at its start, or within `proven_s` of its first
     token) before it is given up and the deployment goes on with one replica fewer."""

@@ -1,4 +1,5 @@
-"""Names a process beyond doubt: its pid with its start, since pids are used again."""
+"""Names a process beyond doubt: its pid with its start, since pids are used again. And how many
+processes this host's kernel has killed for want of memory, which tells who was killed so."""
 
 from __future__ import annotations
 
@@ -12,3 +13,13 @@ def process_start_ticks(pid: int) -> int:
     except OSError:
         return 0
     return int(text.rpartition(")")[2].split()[19])
+
+
+def kernel_memory_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
+    """Processes that the kernel's out-of-memory killer has ended since boot; 0 where it does not
+    count them."""
+    try:
+        lines = vmstat.read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))

@@ -31,7 +31,7 @@ from overstory.workers.digest import DigestChain, StepFacts
 from overstory.workers.environment import prepare_process
 from overstory.workers.gate import RanksDiverged, StepGate
 from overstory.workers.interfaces import is_loopback, meet_over_network
-from overstory.workers.process_ids import process_start_ticks
+from overstory.workers.process_ids import kernel_memory_kills, process_start_ticks
 from overstory.workers.scheduler_view import SglangScheduler
 from overstory.workers.shared_names import take_names_off
 from overstory.workers.step_stats import STATS
@@ -78,6 +78,8 @@ class RankIdentity:
     node_id: str
     note_path: str
     log_path: str | None
+    memory_kills: int = 0
+    """Processes that the kernel had killed for want of memory on this host when the rank began."""
 
 
 class RankHost:
@@ -109,6 +111,7 @@ class RankHost:
         folder = Path(note_folder) if note_folder else (log_path.parent if log_path else Path.cwd())
         self._will = LastWill(folder, rank, lambda: (self._phase, self._forwards()))
         self._log_path = log_path
+        self._memory_kills = kernel_memory_kills()
         self._commands = CommandTable()
         handlers.register(self._commands)
         self._command_results: dict[str, Any] = {}
@@ -208,6 +211,7 @@ class RankHost:
             node_id=placement.node_id(),
             note_path=str(self._will.path),
             log_path=str(self._log_path) if self._log_path else None,
+            memory_kills=self._memory_kills,
         )
 
     def phase(self) -> dict[str, Any]:
