@@ -100,6 +100,34 @@ def test_a_replica_on_another_host_is_used_from_the_head(
     assert_nothing_left(cluster)
 
 
+def test_doctor_looks_at_every_host_and_the_ways_between(cluster: Lab) -> None:
+    head, other = cluster.hosts["h1"], cluster.hosts["h2"]
+    looked = head.run("overstory", "doctor", str(DEPLOYMENT), "--json", timeout_s=UP_S)
+    said = json.loads(looked.stdout)
+    assert looked.returncode == 0, said["findings"]
+    assert {n["name"]: n["address"] for n in said["nodes"]} == {
+        "h1": head.address,
+        "h2": other.address,
+    }
+    assert [n["head"] for n in said["nodes"]] == [True, False]
+    assert len({model["digest"] for n in said["nodes"] for model in n["models"]}) == 2
+    for link in said["links"]:
+        assert link["seconds"] < 0.1
+        assert link["seen_as"] == cluster.hosts[link["source"]].address
+    assert len(said["links"]) == 2
+    assert drive(head, "left") == {"actors": [], "placement_groups": []}
+
+
+def test_doctor_finds_a_model_that_one_host_lacks(cluster: Lab) -> None:
+    head = cluster.hosts["h1"]
+    head.check("cp", "-r", resolve_model("overstory-tiny"), "/root/only-here")
+    here = ("--set", "model=/root/only-here")
+    looked = head.run("overstory", "doctor", str(DEPLOYMENT), *here, timeout_s=UP_S)
+    assert looked.returncode == 1
+    assert "error: models h2: model: no /root/only-here/config.json" in looked.stdout
+    assert "  fix: copy the model there" in looked.stdout
+
+
 def test_an_endpoint_out_of_the_user_s_reach_is_refused(hosts: tuple[Host, Host]) -> None:
     head, other = hosts
     up = deploy(other)
