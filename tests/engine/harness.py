@@ -116,19 +116,24 @@ class _Collector:
 class EngineHarness:
     """One scheduler. Close it before the next is made: SGLang keeps its state in globals."""
 
+    #: Where the model runs, and whether SGLang runs it with our plugin.
+    device = "cpu"
+    with_plugin = True
+
     def __init__(self, model_path: str, tp_rank: int = 0, **server_args: Any):
-        prepare_process("cpu")
-        from sglang.srt.plugins import load_plugins
+        prepare_process(self.device)
+        if self.with_plugin:
+            from sglang.srt.plugins import load_plugins
 
-        from overstory.workers.seam.plugin import verify_installed
+            from overstory.workers.seam.plugin import verify_installed
 
-        load_plugins()
-        verify_installed()
+            load_plugins()
+            verify_installed()
         from sglang.srt.managers.scheduler import Scheduler
         from sglang.srt.runtime_context import publish
         from sglang.srt.server_args import PortArgs, ServerArgs
 
-        fields = cpu_engine_defaults() | {
+        fields = (cpu_engine_defaults() if self.device == "cpu" else {}) | {
             "model_path": model_path,
             "skip_tokenizer_init": True,
             "log_level": "warning",

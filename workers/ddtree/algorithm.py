@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from overstory.workers.ddtree import ALGORITHM, POLICY_ENV, rows_for
 from overstory.workers.ddtree.drafter_config import check_pair, read_drafter
-from overstory.workers.tree_policy import TreePolicy, policy_from_budget
+from overstory.workers.policy import MEASURE_SECONDS_ENV
+from overstory.workers.tree_policy import AutoPolicy, Policy, parse_policy, policy_from_budget
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -27,7 +28,7 @@ CAPTURED_BACKEND = "overstory"
 """The attention backend whose captured verify forward applies a tree's mask."""
 
 
-def starting_policy(max_rows: int, block_size: int) -> TreePolicy:
+def starting_policy(max_rows: int, block_size: int) -> Policy:
     """Policy an engine starts with: that of the environment, else the largest it has room for.
 
     Raises:
@@ -36,13 +37,20 @@ def starting_policy(max_rows: int, block_size: int) -> TreePolicy:
     named = os.environ.get(POLICY_ENV)
     if not named:
         return policy_from_budget(max_rows - 1, block_size)
-    policy = TreePolicy.parse(named)
+    policy = parse_policy(named)
     if policy.drafted_nodes(block_size) > max_rows - 1:
         raise ValueError(
             f"{POLICY_ENV}={named} drafts more than the {max_rows - 1} nodes that "
             f"speculative_num_draft_tokens={max_rows} leaves room for"
         )
     return policy
+
+
+def wants_table() -> bool:
+    """Whether engines of this process measure a cost table: to start with, or on wish."""
+    named = os.environ.get(POLICY_ENV)
+    automatic = bool(named) and isinstance(parse_policy(str(named)), AutoPolicy)
+    return automatic or MEASURE_SECONDS_ENV in os.environ
 
 
 def handle_server_args(arguments: ServerArgs) -> None:
@@ -105,6 +113,8 @@ def _refuse_unmasked_verify(arguments: ServerArgs) -> None:
         )
     if arguments.device == "cpu" or not captures_steps(arguments):
         return
+    if arguments.attention_backend == CAPTURED_BACKEND:
+        _leave_prefill_uncaptured(arguments)
     if arguments.attention_backend != CAPTURED_BACKEND:
         raise ValueError(
             f"{ALGORITHM} with CUDA graphs needs attention_backend={CAPTURED_BACKEND}, got "
@@ -119,6 +129,17 @@ def _refuse_unmasked_verify(arguments: ServerArgs) -> None:
         )
 
 
+def _leave_prefill_uncaptured(arguments: ServerArgs) -> None:
+    """SGLang captures prefill forwards by default; our backend has no graphs of those."""
+    prefill = arguments.cuda_graph_config.prefill
+    if prefill.backend != "disabled":
+        logger.warning(
+            "prefill runs without CUDA graphs: attention_backend=%s has none of it",
+            CAPTURED_BACKEND,
+        )
+        prefill.backend = "disabled"
+
+
 def captures_steps(arguments: ServerArgs) -> bool:
     """Whether the engine captures its decode forwards in CUDA graphs."""
     if arguments.disable_cuda_graph:
@@ -130,7 +151,7 @@ def _row_budget(arguments: ServerArgs, block_size: int) -> int:
     given = arguments.speculative_num_draft_tokens
     if given is None:
         named = os.environ.get(POLICY_ENV)
-        policy = TreePolicy.parse(named) if named else TreePolicy("chain")
+        policy = parse_policy(named or "chain")
         given = rows_for(policy.drafted_nodes(block_size), block_size)
     rows = int(given)
     if not block_size <= rows <= MAX_ROWS:

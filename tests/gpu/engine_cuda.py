@@ -1,0 +1,106 @@
+"""A real SGLang scheduler on CUDA inside this process: what `engine_runs.py` drives.
+
+Needs SGLang on PYTHONPATH, and for engines of ours the plugin's
+entry point. Sets environment variables: import it before SGLang.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"] = "0"  # it would wait in every step
+sys.path.append(str(Path(__file__).parents[1] / "engine"))
+
+from harness import EngineHarness
+
+RUN_DEADLINE_S = 240.0
+_MANY = 1 << 40
+
+
+class CudaEngine(EngineHarness):
+    """As `EngineHarness`; `free_run` lets the event loop pass without a stop at each step."""
+
+    device = "cuda"
+
+    def free_run(self, rids: Sequence[str]) -> None:
+        """Lets the loop run until the requests are done, then stops it at its gate."""
+        deadline = time.monotonic() + RUN_DEADLINE_S
+        with self._gate.condition:
+            self._gate.allowed = _MANY
+            self._gate.condition.notify_all()
+        try:
+            while not all(self.outputs[rid].done for rid in rids):
+                if self._gate.ended is not None or time.monotonic() > deadline:
+                    break
+                time.sleep(0.001)
+        finally:
+            with self._gate.condition:
+                self._gate.allowed = 0
+        self._gate.wait_idle()
+        left = [rid for rid in rids if not self.outputs[rid].done]
+        assert not left, f"{len(left)} of {len(rids)} requests not done"
+
+    def texts(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        **fields: Any,
+    ) -> list[str]:
+        """Runs all prompts as one batch. Returns the ids of the requests, for `outputs`."""
+        every = [params] * len(prompts) if isinstance(params, Mapping) else list(params)
+        rids = [
+            self.submit(prompt, one, **dict(fields))
+            for prompt, one in zip(prompts, every, strict=True)
+        ]
+        self.free_run(rids)
+        self.step(3)
+        return rids
+
+
+class StockEngine(CudaEngine):
+    """SGLang as it is."""
+
+    with_plugin = False
+
+
+@dataclass
+class Rate:
+    """One timed batch. Time counts from when all requests have their first token."""
+
+    tokens: int
+    seconds: float
+    forwards: int
+
+    def as_dict(self) -> dict[str, float]:
+        return {
+            "tokens_per_s": self.tokens / self.seconds,
+            "ms_per_forward": 1e3 * self.seconds / max(self.forwards, 1),
+            "tokens_per_forward": self.tokens / max(self.forwards, 1),
+        }
+
+
+def timed(engine: CudaEngine, prompts: Sequence[Sequence[int]], params: Mapping[str, Any]) -> Rate:
+    """Decoding speed of a batch of requests."""
+    rids = [engine.submit(prompt, params) for prompt in prompts]
+    watch = [engine.outputs[rid] for rid in rids]
+    for _ in range(1000):
+        engine.step()
+        if all(output.ids for output in watch):
+            break
+    before = sum(len(output.ids) for output in watch)
+    forwards, begun = engine.scheduler.forward_ct, time.perf_counter()
+    engine.free_run(rids)
+    seconds = time.perf_counter() - begun
+    rate = Rate(
+        sum(len(output.ids) for output in watch) - before,
+        seconds,
+        engine.scheduler.forward_ct - forwards,
+    )
+    engine.step(3)
+    return rate
