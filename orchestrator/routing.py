@@ -26,6 +26,8 @@ class BoardRouter(PowerOfTwoChoicesRequestRouter):
         self, candidate_replicas: list[Any], pending_request: Any = None
     ) -> list[list[Any]]:
         """At most two of those that are not shunned; Serve tries again where there is none."""
+        if pending_request is not None:  # Without it, Serve asks again and again without a pause.
+            pending_request.routing_context.should_backoff = True
         board = board_of(self.app_name)
         usable = [one for one in candidate_replicas if board.usable(one.replica_id.unique_id)]
         return [random.sample(usable, min(2, len(usable)))] if usable else []

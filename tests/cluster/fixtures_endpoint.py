@@ -99,7 +99,8 @@ def scripted(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Itera
             "port": serve_port,
             "max_concurrent_requests": 8,
             "max_queued_requests": 64,
-            "request_timeout_s": 12,
+            "request_timeout_s": 30,
+            "max_resumes": 1,
         },
     )
     replicas = replica_deployment(scripted_replica.ScriptedReplica, spec).options(
@@ -128,7 +129,12 @@ def real(serve_port: int) -> Iterator[Endpoint]:
         served_model_name="tiny",
         tree={"budget": 15},
         engine={"tp_size": 1, "context_length": 1024},
-        gateway={"port": serve_port, "max_concurrent_requests": 4, "request_timeout_s": 60},
+        gateway={
+            "port": serve_port,
+            "max_concurrent_requests": 4,
+            "request_timeout_s": 60,
+            "tool_call_parser": "kimi_k2",
+        },
     )
     yield _serve(build_app(spec), spec, serve_port, REAL_START_S)
     serve.delete(spec.name)

@@ -7,6 +7,7 @@ Serves tests of everything in front of the engine. Not collected: it holds no te
 import asyncio
 import json
 import os
+import threading
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ TEXT = "héllo wörld 😀 — 数字 one two three four five six seven eight ni
 CONTEXT_TOKENS = 4000
 STEP_TOKENS = 3
 SLOW_STEP_S = 0.02
+LAST_WORDS_S = 0.5
 
 
 def write_byte_model(folder: Path) -> None:
@@ -43,7 +45,8 @@ class ScriptedReplica:
     """In place of `Replica`.
 
     Orders in a prompt: `<slow>` (20 ms a step), `<stuck>` (nothing ever), `<refuse>`, `<lose>` (the
-    engine dies after 3 steps), `<exit>` (so does the process), `<seed>` (the text is the seed).
+    engine dies at the 4th step, and a moment later the process), `<exit-once>` (the process dies,
+    but not where the sequence goes on), `<seed>` (the text is the seed).
     """
 
     def __init__(self, spec: DeploymentSpec) -> None:
@@ -53,7 +56,8 @@ class ScriptedReplica:
         self._most = 0
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[TokenChunk, None]:
-        prompt = self._tokenizer.decode(call.input_ids)
+        earlier = call.sampling.earlier_output
+        prompt = self._tokenizer.decode(call.input_ids[: len(call.input_ids) - earlier])
         self._running.add(call.rid)
         self._most = max(self._most, len(self._running))
         try:
@@ -72,19 +76,22 @@ class ScriptedReplica:
             await asyncio.Event().wait()
         text = f"seed {call.sampling.seed}" if "<seed>" in prompt else TEXT
         ids = self._tokenizer.encode(text, special=False)
-        limit = min(len(ids), call.sampling.max_new_tokens)
-        for at in range(0, limit, STEP_TOKENS):
+        begun = call.sampling.earlier_output
+        limit = min(len(ids), begun + call.sampling.max_new_tokens)
+        for at in range(begun, limit, STEP_TOKENS):
             await asyncio.sleep(SLOW_STEP_S if "<slow>" in prompt else 0)
             if at == 3 * STEP_TOKENS:
-                self._obey(prompt)
+                await self._obey(prompt, begun)
             end = min(at + STEP_TOKENS, limit)
             done = {"type": "length", "length": limit} if end == limit else None
             yield TokenChunk(ids[at:end], done)
 
-    def _obey(self, prompt: str) -> None:
-        if "<exit>" in prompt:
+    async def _obey(self, prompt: str, begun: int) -> None:
+        if "<exit-once>" in prompt and begun == 0:
+            await asyncio.sleep(LAST_WORDS_S)  # what was sent has left the process
             os._exit(3)
         if "<lose>" in prompt:
+            threading.Timer(LAST_WORDS_S, os._exit, (3,)).start()
             raise EngineDead(RankDeath(rank=1, cause="told to"))
 
     async def limits(self) -> dict[str, int]:

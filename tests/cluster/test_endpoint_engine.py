@@ -1,15 +1,17 @@
 """The endpoint before the real engine: one rank on a CPU, DDTREE."""
 
+import asyncio
 import json
 import os
 import re
 import signal
 import socket
 import uuid
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import openai
+import pydantic
 import pytest
 import ray
 from fixtures_endpoint import REAL_START_S, Endpoint, ready, wait_until
@@ -143,6 +145,100 @@ def test_the_text_fits_what_it_must(real: Endpoint) -> None:
     assert "regex" in refused.json()["error"]["message"]
 
 
+class Verdict(pydantic.BaseModel):
+    """An answer in a form."""
+
+    kind: Literal["good", "bad"]
+    sure: bool
+
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Weather of a city",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"enum": [1, 2]}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def test_the_openai_client_calls_tools(real: Endpoint) -> None:
+    client = openai.OpenAI(base_url=real.url + "/v1", api_key="none", max_retries=0, timeout=60)
+    question: Any = {"role": "user", "content": "Weather?"}
+    named: Any = {"type": "function", "function": {"name": "weather"}}
+    for choice in ("required", named):
+        fields: Any = {
+            "model": "tiny", "messages": [question], "tools": [WEATHER], "tool_choice": choice,
+            "max_tokens": 200, "temperature": 0, "parallel_tool_calls": False,
+            "frequency_penalty": 2,  # Kimi's grammar lets a call have a number of any length
+        }  # fmt: skip
+        whole = client.chat.completions.create(**fields)
+        assert whole.choices[0].finish_reason == "tool_calls", whole
+        message = whole.choices[0].message
+        (call,) = message.tool_calls
+        assert (call.id, call.function.name) == ("functions.weather:0", "weather")
+        arguments = json.loads(call.function.arguments)
+        assert arguments["city"] in ("Oslo", "Rome")
+        assert arguments["days"] in (1, 2)
+        with client.chat.completions.stream(**fields) as stream:
+            for _ in stream:
+                pass
+        (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
+        assert (streamed.id, streamed.function.arguments) == (call.id, call.function.arguments)
+    turn = [question, message, {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
+    after = client.chat.completions.create(
+        model="tiny", messages=turn, tools=[WEATHER], max_tokens=8, seed=1
+    )
+    assert after.choices[0].finish_reason in ("length", "stop")
+    free = client.chat.completions.create(
+        model="tiny", messages=[question], tools=[WEATHER], max_tokens=8, seed=1
+    )
+    assert free.choices[0].message.content
+
+
+def test_the_openai_client_gets_structured_output(real: Endpoint) -> None:
+    client = openai.OpenAI(base_url=real.url + "/v1", api_key="none", max_retries=0, timeout=60)
+    fields: Any = {
+        "model": "tiny", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 100,
+        "temperature": 0, "response_format": Verdict,
+    }  # fmt: skip
+    parsed = client.chat.completions.parse(**fields).choices[0].message.parsed
+    assert isinstance(parsed, Verdict)
+    with client.chat.completions.stream(**fields) as stream:
+        for _ in stream:
+            pass
+    assert stream.get_final_completion().choices[0].message.parsed == parsed
+
+
+def test_the_async_openai_client(real: Endpoint) -> None:
+    async def go() -> None:
+        fields: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 16, "seed": 9}
+        async with openai.AsyncOpenAI(
+            base_url=real.url + "/v1", api_key="none", max_retries=0, timeout=60
+        ) as client:
+            assert [model.id async for model in client.models.list()] == ["tiny"]
+            whole, stream, other = await asyncio.gather(
+                client.completions.create(**fields),
+                client.completions.create(**fields, stream=True),
+                client.completions.create(**{**fields, "seed": 10}),
+            )
+            pieces = [chunk.choices[0].text async for chunk in stream]
+            assert "".join(pieces) == whole.choices[0].text
+            assert whole.choices[0].text != other.choices[0].text
+            with pytest.raises(openai.NotFoundError, match="huge"):
+                await client.completions.create(**{**fields, "model": "huge"})
+            with pytest.raises(openai.BadRequestError, match="context"):
+                await client.completions.create(**{**fields, "max_tokens": 5000})
+
+    asyncio.run(go())
+
+
 def test_text_does_not_depend_on_what_else_runs(real: Endpoint) -> None:
     alone = _texts(real, seed=5)[0]
     prompts = ["import os\n", PROMPT, "class A:\n    def"]
@@ -242,19 +338,29 @@ def _rank_actor(endpoint: Endpoint) -> Any:
 
 
 @pytest.mark.full
-def test_a_killed_rank_ends_its_stream_with_the_cause_and_is_replaced(
+def test_a_killed_rank_is_replaced_and_its_streams_go_on(
     real: Endpoint,
 ) -> None:
     pid = ray.get(call(_rank_actor(real), CONTROL, "health"))["pid"]
-    client = openai.OpenAI(base_url=real.url + "/v1", api_key="none", max_retries=0, timeout=60)
-    stream = client.completions.create(
-        model="tiny", prompt=PROMPT, max_tokens=900, stream=True, extra_body={"ignore_eos": True}
-    )
-    next(iter(stream))
+    client = openai.OpenAI(base_url=real.url + "/v1", api_key="none", max_retries=0, timeout=300)
+    asked: Any = {
+        "model": "tiny",
+        "prompt": PROMPT,
+        "max_tokens": 900,
+        "seed": 8,
+        "temperature": 1.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "extra_body": {"ignore_eos": True},
+    }
+    *chunks, last = client.completions.create(**asked)
+    undisturbed = "".join(chunk.choices[0].text for chunk in chunks)
+    stream = client.completions.create(**asked)
+    text = next(iter(stream)).choices[0].text
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(openai.APIError, match="rank 0"):
-        list(stream)
-    wait_until(lambda: not ready(real.url), 30, "the loss is noticed")
-    wait_until(lambda: ready(real.url), REAL_START_S, "a new replica generates")
+    *chunks, usage = stream
+    assert text + "".join(chunk.choices[0].text for chunk in chunks) == undisturbed
+    assert usage.usage == last.usage
     assert ray.get(call(_rank_actor(real), CONTROL, "health"))["pid"] != pid
+    wait_until(lambda: ready(real.url), REAL_START_S, "the endpoint is ready again")
     assert len(_texts(real, seed=1, n=2)) == 2

@@ -79,8 +79,6 @@ def test_openai_errors(scripted: Endpoint) -> None:
     assert refused.value.request_id
     with pytest.raises(openai.BadRequestError, match="not this one"):
         client.completions.create(model=MODEL, prompt="<refuse>")
-    with pytest.raises(openai.APIError, match="rank 1 died"):
-        list(client.completions.create(model=MODEL, prompt="<lose>", stream=True, max_tokens=99))
 
 
 # ---------------------------------------------------------------- streaming
@@ -254,22 +252,40 @@ def test_more_replicas_take_more_requests(scripted: Endpoint) -> None:
         assert ready(scripted.url)
 
 
-def test_a_replica_that_dies_ends_its_requests_and_is_replaced(
-    scripted: Endpoint,
-) -> None:
+def _replaced(scripted: Endpoint, before: int) -> bool:
+    return ready(scripted.url) and scripted.stats()["pid"] != before
+
+
+def test_the_death_of_the_only_replica_is_outlived(scripted: Endpoint) -> None:
+    """Streamed and whole, by what runs on it and by what waits for its first token."""
     before = scripted.stats()["pid"]
     with ThreadPoolExecutor(4) as pool:
-        bystanders = [pool.submit(scripted.post, prompt="<stuck>") for _ in range(2)]
-        wait_until(lambda: scripted.stats()["running"] == 2)
-        killer = pool.submit(scripted.post, prompt="<exit>", max_tokens=99)
-        responses = [future.result(timeout=30) for future in (killer, *bystanders)]
-    assert [response.status_code for response in responses] == [503] * 3
-    assert {response.json()["error"]["code"] for response in responses} == {"replica_lost"}
-    assert all(response.headers["retry-after"] for response in responses)
-
-    def replaced() -> bool:
-        return ready(scripted.url) and scripted.stats()["pid"] != before
-
-    wait_until(replaced, 60, "a new replica generates")
-    assert scripted.post(prompt="p", max_tokens=5).status_code == 200
+        bystanders = [pool.submit(scripted.post, prompt="<slow>", max_tokens=300) for _ in range(2)]
+        streamed = pool.submit(_streamed_text, scripted, prompt="<slow>", max_tokens=300)
+        wait_until(lambda: scripted.stats()["running"] == 3)
+        killer = pool.submit(scripted.post, prompt="<exit-once>", max_tokens=300)
+        responses = [future.result(timeout=60) for future in (killer, *bystanders)]
+        text = streamed.result(timeout=60)
+    assert [response.status_code for response in responses] == [200] * 3, responses[0].text
+    assert {response.json()["choices"][0]["text"] for response in responses} == {text}
+    assert TEXT.startswith(text.rstrip("\ufffd"))
+    assert responses[0].json()["usage"]["completion_tokens"] == 300
+    wait_until(lambda: _replaced(scripted, before), 60, "a new replica generates")
+    wait_until(scripted.idle, 30)
     assert httpx.get(scripted.url + "/health", timeout=10).status_code == 200
+
+
+def _streamed_text(endpoint: Endpoint, **fields: Any) -> str:
+    client = _client(endpoint)
+    chunks = client.with_options(timeout=60).completions.create(model=MODEL, stream=True, **fields)
+    return "".join(chunk.choices[0].text for chunk in chunks)
+
+
+def test_a_request_that_its_replicas_die_of_ends_with_the_cause(scripted: Endpoint) -> None:
+    before = scripted.stats()["pid"]
+    with pytest.raises(openai.APIError, match="rank 1 died"):
+        _streamed_text(scripted, prompt="<lose>", max_tokens=99)
+    wait_until(lambda: _replaced(scripted, before), 60, "a new replica generates")
+    response = scripted.post(prompt="p", max_tokens=5)
+    assert response.status_code == 200
+    wait_until(scripted.idle, 30)
