@@ -19,6 +19,7 @@ from .measure import Job, attention_jobs, ceiling_rows, small_jobs
 from .plot import write_plot
 from .results import ResultFile
 from .small_cases import small_cases
+from .split_sweep import split_cases
 from .sweep import sweep_jobs
 
 
@@ -68,7 +69,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _jobs(chosen: argparse.Namespace) -> list[Job]:
     """Most telling first: a budget cuts from the end."""
     if chosen.sweep:
-        return sweep_jobs(GOALS, chosen.quick)
+        return [*sweep_jobs(GOALS, chosen.quick), *small_jobs(split_cases())]
     cases = GOALS if chosen.quick else every_case()
     others: list[Implementation] = [NAIVE, *from_sglang(chosen.sglang, chosen.quick)]
     return [

@@ -16,6 +16,7 @@ import torch
 from overstory.kernels import ops
 from overstory.kernels.reference import Tree
 
+from .baselines.empty import empty
 from .timing import Launch
 
 SETS = 4
@@ -62,7 +63,14 @@ def small_cases() -> list[SmallCase]:
         ),
         _relocate(61, 4096),
         _copy_as_relocate(61, 4096),
+        *(_empty(blocks, dependent) for blocks in (1, 256) for dependent in (False, True)),
     ]
+
+
+def _empty(blocks: int, dependent: bool) -> SmallCase:
+    """What every op of these pays for being launched."""
+    impl = "dependent_launch" if dependent else "launch"
+    return SmallCase("empty", blocks, 1, 0, lambda: [empty(blocks, dependent)], impl=impl)
 
 
 def _candidates(bs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -114,7 +122,7 @@ def _accept(bs: int, rows: int, goal: float) -> SmallCase:
     return SmallCase("tree_accept", bs, rows, 0, launches, goal_us=goal)
 
 
-def _logits(rows: int, columns: int) -> list[torch.Tensor]:
+def draw_logits(rows: int, columns: int) -> list[torch.Tensor]:
     """Sets of more than twice the L2, so that each is read from memory."""
     wanted = 2 * torch.cuda.get_device_properties(0).L2_cache_size
     count = max(SETS, min(64, -(-wanted // (rows * columns * 2))))
@@ -130,7 +138,7 @@ def _topk(rows: int, k: int, columns: int) -> SmallCase:
         into = {"status": status, "workspace": workspace}
         return [
             partial(ops.candidates_topk, logits, k, out=ops.candidates_topk(logits, k), **into)
-            for logits in _logits(rows, columns)
+            for logits in draw_logits(rows, columns)
         ]
 
     moved = rows * columns * 2
@@ -154,7 +162,7 @@ def _sample(rows: int, columns: int, greedy: bool) -> SmallCase:
         }
         return [
             partial(ops.sample_nodes, logits, *arguments, **into)
-            for logits in _logits(rows, columns)
+            for logits in draw_logits(rows, columns)
         ]
 
     moved = rows * columns * 2

@@ -7,8 +7,8 @@ namespace overstory {
 namespace {
 
 constexpr int kInvalid = 1;  // cudaErrorInvalidValue
-constexpr int kBlocksPerMultiprocessor = 4;
-constexpr int kBlockOverhead = 12;  // filling the lists of a block costs that many segments
+constexpr int kBlocksPerMultiprocessor = 5;
+constexpr BlockCost kCost{kCandidateWarps, 3, 2};  // its lists are filled at the start of a block
 
 template <typename T>
 int launch_candidates(CandidatesArgs<T> args, int rows, void* stream) {
@@ -27,7 +27,7 @@ int launch_candidates(CandidatesArgs<T> args, int rows, void* stream) {
 extern "C" int overstory_candidates_topk_splits(int rows, int columns, int multiprocessors) {
   using namespace overstory;
   return choose_splits(rows, segments_of(columns), kBlocksPerMultiprocessor * multiprocessors,
-                       kBlockOverhead, kCandidateSplits);
+                       kCost, kCandidateSplits);
 }
 
 /// Bytes of `workspace`, which need no first value; 0 where splits is 1.

@@ -132,6 +132,27 @@ struct RunningSum {
   }
 };
 
+/// Of exp(logit - base) over a lane's part of a segment.
+template <typename T>
+__device__ float sum_of_segment(const Segment<T>& segment, float base) {
+  float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  const auto add = [&](auto exponent) {
+#pragma unroll
+    for (int i = 0; i < Segment<T>::kLoads; ++i) {
+#pragma unroll
+      for (int j = 0; j < Segment<T>::kPerLoad; ++j) {
+        sums[j % 4] += ptx::exp2_fast(exponent(segment.at(i, j)));
+      }
+    }
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  };
+  const float top = ptx::mul_rn(base, kLog2E);
+  if (!(fabsf(top) <= kFastExponent)) return add([=](float x) { return (x - base) * kLog2E; });
+  // One instruction less; all exponents are too high by what `top` was rounded off by.
+  const float sum = add([=](float x) { return ptx::fma_rn(x, kLog2E, -top); });
+  return ptx::fma_rn(-ptx::fma_rn(base, kLog2E, -top) * kLn2, sum, sum);
+}
+
 /// One warp's state over its segments.
 template <typename T>
 struct CandidateScan {
@@ -153,16 +174,7 @@ struct CandidateScan {
       highest = fmaxf(highest, load_highest[i]);
     }
     running.raise(highest);
-    const float base = running.base();
-    float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-    for (int i = 0; i < Loads::kLoads; ++i) {
-#pragma unroll
-      for (int j = 0; j < Loads::kPerLoad; ++j) {
-        sums[j % 4] += ptx::exp2_fast((segment.at(i, j) - base) * kLog2E);
-      }
-    }
-    running.sum += (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    running.sum += sum_of_segment(segment, running.base());
 
     const int lanes = ptx::popcount(ptx::ballot(highest >= cut));
     if (lanes == 0) return;
@@ -250,7 +262,7 @@ __device__ void write_candidates(const CandidatesArgs<T>& args, int row, const W
 
 /// Grid: rows * splits blocks, those of a row side by side.
 template <typename T>
-__global__ void __launch_bounds__(32 * kCandidateWarps, 4)
+__global__ void __launch_bounds__(32 * kCandidateWarps, sizeof(T) == 4 ? 4 : 5)
     candidates_topk_kernel(CandidatesArgs<T> args) {
   auto* shared = ptx::shared_memory<CandidatePartial>();  // one per warp
   int* is_last = reinterpret_cast<int*>(shared + kCandidateWarps);

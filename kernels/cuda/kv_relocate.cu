@@ -57,7 +57,8 @@ extern "C" int overstory_kv_relocate(void* const* layers, int num_layers, int64_
                                      int* status, void* stream) {
   using namespace overstory;
   if (row_bytes <= 0 || row_bytes % kRelocateUnit != 0 || row_bytes > (1 << 24) || moves < 0 ||
-      moves > kMaxMoves || num_layers < 0 || num_layers > 65535 || status == nullptr) {
+      moves > kMaxMoves || num_layers < 0 || num_layers > 65535 || slots > INT32_MAX ||
+      status == nullptr) {
     return kInvalid;
   }
   if (moves == 0) return 0;

@@ -25,19 +25,24 @@ struct RelocateArgs {
   int moves;
   int row_units;
   int slice_log2;        // units of one row that a block moves
-  std::int64_t slots;    // rows of a layer
+  std::int64_t slots;    // rows of a layer, below 2^31
 };
 
-/// Byte offset of row `slot`, -1 for a move that is none: padding, or in place already.
+/// A move's rows; both -1 for a move that is none: padding, or in place already.
+struct Move {
+  int source;
+  int target;
+};
+
 template <typename Slot>
-__device__ std::int64_t relocate_offset(const RelocateArgs& args, int move, bool of_source) {
+__device__ Move load_move(const RelocateArgs& args, int move) {
   const auto source =
       static_cast<std::int64_t>(ptx::load_readonly(static_cast<const Slot*>(args.sources) + move));
   const auto target =
       static_cast<std::int64_t>(ptx::load_readonly(static_cast<const Slot*>(args.targets) + move));
   const bool inside = source >= 0 && source < args.slots && target >= 0 && target < args.slots;
-  if (!inside || source == target) return -1;
-  return (of_source ? source : target) * args.row_units * kRelocateUnit;
+  if (!inside || source == target) return {-1, -1};
+  return {static_cast<int>(source), static_cast<int>(target)};
 }
 
 /// One block, one thread per move and turn: reports slots outside of the buffers.
@@ -60,26 +65,31 @@ __global__ void __launch_bounds__(1024) kv_relocate_kernel(RelocateArgs args) {
   ptx::pdl_launch_dependents();
   char* layer = static_cast<char*>(args.layers[ptx::block_y()]);
   const int total = args.moves << args.slice_log2;
-  const int first_part = ptx::block() << args.slice_log2;
-  uint4 held[Units];
+  const int part = (ptx::block() << args.slice_log2) +
+                   (ptx::thread() & ((1 << args.slice_log2) - 1));  // of a row, for all units
+  const std::int64_t row_bytes = static_cast<std::int64_t>(args.row_units) * kRelocateUnit;
+  layer += part * kRelocateUnit;
+  // All slots before the first row, or each row would wait for its own.
+  Move moves[Units];
 #pragma unroll
   for (int i = 0; i < Units; ++i) {
     const int unit = i * ptx::block_threads() + ptx::thread();
-    const int part = first_part + (unit & ((1 << args.slice_log2) - 1));
-    if (unit >= total || part >= args.row_units) continue;
-    const std::int64_t row = relocate_offset<Slot>(args, unit >> args.slice_log2, true);
-    if (row < 0) continue;
-    held[i] = *reinterpret_cast<const uint4*>(layer + row + part * kRelocateUnit);
+    moves[i] = {-1, -1};
+    if (unit < total && part < args.row_units) {
+      moves[i] = load_move<Slot>(args, unit >> args.slice_log2);
+    }
+  }
+  uint4 held[Units];
+#pragma unroll
+  for (int i = 0; i < Units; ++i) {
+    if (moves[i].source >= 0) held[i] = ptx::load_once(layer + moves[i].source * row_bytes);
   }
   ptx::sync_block();
 #pragma unroll
   for (int i = 0; i < Units; ++i) {
-    const int unit = i * ptx::block_threads() + ptx::thread();
-    const int part = first_part + (unit & ((1 << args.slice_log2) - 1));
-    if (unit >= total || part >= args.row_units) continue;
-    const std::int64_t row = relocate_offset<Slot>(args, unit >> args.slice_log2, false);
-    if (row < 0) continue;
-    *reinterpret_cast<uint4*>(layer + row + part * kRelocateUnit) = held[i];
+    if (moves[i].target >= 0) {
+      *reinterpret_cast<uint4*>(layer + moves[i].target * row_bytes) = held[i];
+    }
   }
   if (ptx::block() == 0 && ptx::block_y() == 0) check_slots<Slot>(args);
 }

@@ -12,6 +12,8 @@ constexpr int kSegment = 1024;
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kLn2 = 0.69314718055994531f;
 constexpr float kInfinity = INFINITY;
+/// Exponents of 2 up to which a logit times a rounded factor is as good as anything.
+constexpr float kFastExponent = 96.0f;
 
 /// Codes of the launchers' `logit_type`.
 constexpr int kLogitsBf16 = 0, kLogitsF16 = 1, kLogitsF32 = 2;
@@ -62,6 +64,16 @@ __device__ constexpr std::uint32_t forbidden_bits<float>() {
   return 0xFF800000u;
 }
 
+/// Integers in the order of the floats; both zeros are one, and a positive NaN is the highest.
+__device__ inline std::uint32_t ordered(float value) {
+  const std::uint32_t bits = ptx::float_bits(value + 0.0f);
+  return (bits >> 31) != 0 ? ~bits : bits | 0x80000000u;
+}
+
+__device__ inline float from_ordered(std::uint32_t key) {
+  return ptx::bits_float((key >> 31) != 0 ? key & 0x7FFFFFFFu : ~key);
+}
+
 /// Element i of 16 bytes of logits; i is known when compiled, so nothing is addressed.
 template <typename T>
 __device__ inline float element_of(const uint4& raw, int i) {
@@ -75,11 +87,12 @@ __device__ inline float element_of(const uint4& raw, int i) {
   }
 }
 
-/// One warp's segment of a row in registers. Columns from the row's end on read as -inf.
-template <typename T>
+/// One warp's segment of a row in registers, or `Columns` of it. Columns from the row's end on read
+/// as -inf.
+template <typename T, int Columns = kSegment>
 struct Segment {
   static constexpr int kPerLoad = 16 / static_cast<int>(sizeof(T));
-  static constexpr int kLoads = kSegment / (32 * kPerLoad);
+  static constexpr int kLoads = Columns / (32 * kPerLoad);
   uint4 raw[kLoads];
 
   /// Column of a lane's first element of a load; the other kPerLoad - 1 follow it.
@@ -89,7 +102,7 @@ struct Segment {
 
   /// `aligned`: every row starts at a multiple of 16 bytes.
   __device__ void load(const T* row, int first, int end, bool aligned) {
-    if (aligned && first + kSegment <= end) {
+    if (aligned && first + Columns <= end) {
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
         raw[i] = ptx::load_stream(row + column(first, i, ptx::lane()));
@@ -131,29 +144,35 @@ __device__ inline int split_begin(int segments, int index, int splits) {
   return static_cast<int>(static_cast<std::int64_t>(segments) * index / splits);
 }
 
-/// Blocks per row: of the choices up to `most`, the one that costs the fewest turns of the GPU.
-///   slots     blocks that run at once
-///   overhead  cost of a block, in segments
-inline int choose_splits(int rows, int segments, int slots, int overhead, int most) {
+/// How an op's blocks spend their time, in turns: what a warp takes for one segment while the whole
+/// GPU reads.
+struct BlockCost {
+  int warps;  // of a block
+  int start;  // turns before the first segment is done
+  int join;   // turns that the last block of a row needs for the results of the others
+};
+
+/// Blocks per row: of the choices up to `most`, the one that takes the fewest turns.
+///   slots   blocks that run at once
+inline int choose_splits(int rows, int segments, int slots, BlockCost cost, int most) {
   std::int64_t least = INT64_MAX;
   int best = 1;
   for (int splits = 1; splits <= most && splits <= segments; ++splits) {
     const std::int64_t waves = (static_cast<std::int64_t>(rows) * splits + slots - 1) / slots;
-    const std::int64_t cost = waves * ((segments + splits - 1) / splits + overhead);
-    if (cost < least) {
-      least = cost;
+    const int share = (segments + splits - 1) / splits;
+    const int turns = (share + cost.warps - 1) / cost.warps + cost.start;
+    const std::int64_t all = waves * turns + (splits > 1 ? cost.join : 0);
+    if (all < least) {
+      least = all;
       best = splits;
     }
   }
   return best;
 }
 
-__device__ inline float warp_max_nan(float value) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    value = ptx::max_nan(value, ptx::shfl_xor(value, step));
-  }
-  return value;
+/// The highest of the lanes' values; NaN if one is, and then a positive one in its lane.
+__device__ inline float warp_highest(float value) {
+  return from_ordered(ptx::warp_max(ordered(value)));
 }
 
 /// The same sum in every lane, always in the same order.

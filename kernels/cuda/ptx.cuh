@@ -102,6 +102,10 @@ OVERSTORY_DEVICE void bulk_prefetch(const void* global, int bytes) {
                "r"(bytes)
                : "memory");
 }
+/// The 128 bytes around it to the L2 cache, sometime.
+OVERSTORY_DEVICE void prefetch_l2(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(global)) : "memory");
+}
 /// Between this thread's ordinary stores and later bulk copies to the same shared memory.
 OVERSTORY_DEVICE void fence_bulk() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -189,6 +193,16 @@ OVERSTORY_DEVICE uint4 load_stream(const void* at) {
   return value;
 }
 
+/// 16 aligned bytes that are read once, of data that the kernel may write later.
+OVERSTORY_DEVICE uint4 load_once(const void* at) {
+  uint4 value;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(__cvta_generic_to_global(at))
+               : "memory");
+  return value;
+}
+
 /// Programmatic dependent launch: until all that the kernel before wrote can be seen.
 OVERSTORY_DEVICE void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 /// The next kernel's blocks may start once every block has come here or left.
@@ -252,6 +266,12 @@ OVERSTORY_DEVICE std::uint16_t float_to_bf16(float value) {
 OVERSTORY_DEVICE std::uint32_t pack_bf16x2(float low, float high) {
   std::uint32_t bits;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  return bits;
+}
+/// Round to nearest even; beyond the range infinity.
+OVERSTORY_DEVICE std::uint32_t pack_f16x2(float low, float high) {
+  std::uint32_t bits;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
   return bits;
 }
 /// Round to nearest even, saturating at 448; NaN is 0x7F.

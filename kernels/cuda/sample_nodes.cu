@@ -1,39 +1,39 @@
-// Launch layer of sample_nodes.cuh and sample_filter.cuh.
+// Launch layer of sample_nodes.cuh.
 #include "launch.cuh"
-#include "sample_filter.cuh"
+#include "sample_nodes.cuh"
 
 namespace overstory {
 namespace {
 
 constexpr int kInvalid = 1;  // cudaErrorInvalidValue
-constexpr int kBlocksPerMultiprocessor = 4;
-constexpr int kBlockOverhead = 4;  // in segments
+constexpr int kBlocksPerMultiprocessor = 3;
+constexpr BlockCost kCost{kSampleWarps, 1, 2};
 
-/// The parts of the workspace, one after the other; each a multiple of 8 bytes.
+/// The parts of the workspace, one after the other; each a multiple of 4 bytes. A row of one block
+/// needs none.
 struct SampleSpace {
-  std::int64_t totals, segments, greedy;  // bytes
-  SampleSpace(int rows, int columns, int splits)
-      : totals(rows * std::int64_t{sizeof(RowTotal)}),
-        segments(rows * std::int64_t{sizeof(SegmentSum)} * segments_of(columns)),
-        greedy(rows * std::int64_t{sizeof(GreedyBest)} * splits) {}
-  std::int64_t bytes() const { return totals + segments + greedy; }
+  std::int64_t groups, sums, greedy;  // bytes
+  SampleSpace(int rows, int columns, int splits) : groups(0), sums(0), greedy(0) {
+    if (splits <= 1) return;
+    sums = rows * std::int64_t{sizeof(float)} * segments_of(columns);
+    groups = sums * kSegmentGroups;
+    greedy = rows * std::int64_t{sizeof(GreedyBest)} * splits;
+  }
+  std::int64_t bytes() const { return groups + sums + greedy; }
 };
 
 template <typename T>
 int launch_sample(SampleArgs<T> args, int rows, void* workspace, void* stream) {
   const SampleSpace space(rows, args.columns, args.splits);
   auto* at = static_cast<char*>(workspace);
-  args.totals = reinterpret_cast<RowTotal*>(at);
-  args.segments = reinterpret_cast<SegmentSum*>(at + space.totals);
-  args.greedy = reinterpret_cast<GreedyBest*>(at + space.totals + space.segments);
+  args.groups = reinterpret_cast<float*>(at);
+  args.sums = reinterpret_cast<float*>(at + space.groups);
+  args.greedy = reinterpret_cast<GreedyBest*>(at + space.groups + space.sums);
   args.aligned = reinterpret_cast<std::uintptr_t>(args.logits) % 16 == 0 &&
                  args.row_stride * static_cast<std::int64_t>(sizeof(T)) % 16 == 0;
   const auto blocks = static_cast<unsigned>(rows) * static_cast<unsigned>(args.splits);
-  const int error = launch_dependent(sample_nodes_kernel<T>, dim3(blocks), kSampleThreads,
-                                     sizeof(SampleShared), stream, args);
-  if (error != 0 || !args.filters) return error;
-  return launch_dependent(sample_filter_kernel<T>, dim3(static_cast<unsigned>(rows)),
-                          kFilterThreads, sizeof(FilterShared), stream, args);
+  return launch_dependent(sample_nodes_kernel<T>, dim3(blocks), kSampleThreads,
+                          sizeof(SampleShared), stream, args);
 }
 
 }  // namespace
@@ -43,7 +43,7 @@ int launch_sample(SampleArgs<T> args, int rows, void* workspace, void* stream) {
 extern "C" int overstory_sample_nodes_splits(int rows, int columns, int multiprocessors) {
   using namespace overstory;
   return choose_splits(rows, segments_of(columns), kBlocksPerMultiprocessor * multiprocessors,
-                       kBlockOverhead, kSampleSplits);
+                       kCost, kSampleSplits);
 }
 
 /// Most columns that a row may have.
@@ -51,12 +51,12 @@ extern "C" int overstory_sample_nodes_max_columns() {
   return overstory::kMaxSegments * overstory::kSegment;
 }
 
-/// Bytes of `workspace`, which need no first value.
+/// Bytes of `workspace`, which need no first value; 0 where splits is 1.
 extern "C" int overstory_sample_nodes_workspace(int rows, int columns, int splits) {
   return static_cast<int>(overstory::SampleSpace(rows, columns, splits).bytes());
 }
 
-/// The token after each row: `sample_nodes` of the reference, in one kernel, or two with `filters`.
+/// The token after each row: `sample_nodes` of the reference, in one kernel.
 ///   logits       [rows, row_stride], of type logit_type: 0 bfloat16, 1 float16, 2 float32; the
 ///                first `columns` of a row are read. 16-byte aligned rows are read fastest.
 ///   temperature, top_p, min_p [rows] float32, top_k [rows] int32; below 1e-6 or top_k = 1 is
@@ -82,7 +82,7 @@ extern "C" int overstory_sample_nodes(const void* logits, int logit_type, int ro
   using namespace overstory;
   if (rows < 0 || columns < 1 || columns > kMaxSegments * kSegment || splits < 1 ||
       splits > kSampleSplits || static_cast<int64_t>(rows) * splits > INT32_MAX ||
-      workspace == nullptr || (splits > 1 && arrived == nullptr) ||
+      (splits > 1 && (workspace == nullptr || arrived == nullptr)) ||
       (temperature != nullptr && (seeds == nullptr || positions == nullptr))) {
     return kInvalid;
   }

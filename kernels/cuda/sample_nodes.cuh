@@ -1,71 +1,36 @@
-// One token per row of logits: the scan that every row takes, and the draw of rows without filters.
+// One token per row of logits, in one kernel.
 //
-// The scan reads the logits once. Of each segment of 1,024 columns it leaves the highest logit and
-// the sum of weights relative to it; of a greedy row only the best column. The last block of a row
-// adds up the segments, finds the one in which the noise falls, and reads that one again. Segments
-// and the order of their sum are fixed by the vocabulary alone, so a row's token depends neither on
-// the other rows nor on how many blocks share a row.
+// The scan reads the logits once. Of each segment of 1,024 columns it leaves the highest logits of
+// its groups of 256 and the sum of weights relative to the highest; of a greedy row only the best
+// column. The last block of a row adds up the segments. Without filters it finds the segment in
+// which the noise falls, and reads that one again; with filters see sample_filter.cuh. Segments and
+// the order of their sum are fixed by the vocabulary alone, so a row's token depends neither on the
+// other rows nor on how many blocks share a row.
 #pragma once
 
-#include "sample_rules.cuh"
+#include "sample_filter.cuh"
 
 namespace overstory {
 
-constexpr int kSampleWarps = 4;
-constexpr int kSampleThreads = 32 * kSampleWarps;
 constexpr int kSampleSplits = 32;  // at most
-constexpr int kMaxSegments = 512;
-constexpr int kSegmentsPerThread = kMaxSegments / kSampleThreads;
 
-struct SegmentSum {
-  float highest;  // logit
-  float sum;      // of weights, of which the highest logit's is 1
-};
-
-/// Of a sampled row: its highest logit, and the sum of weights relative to it.
-struct RowTotal {
-  double total;
-  float highest;  // NaN: the row has no token
-  float unused;
-};
-
-struct GreedyBest {
-  float logit;
-  int column;  // first of the 16-byte load in which it stands
-};
-
-template <typename T>
-struct SampleArgs {
-  const T* logits;  // [rows, row_stride]
-  std::int64_t row_stride;
-  int columns;
-  int splits;
-  bool aligned;
-  bool filters;  // sample_filter_kernel follows and takes the filtered rows
-  SampleParameters parameters;
-  RowTotal* totals;       // [rows]
-  SegmentSum* segments;   // [rows, segments]
-  GreedyBest* greedy;     // [rows, splits]
-  int* arrived;           // [rows], 0 before and after
-  std::int64_t* tokens;   // [rows]
-  int* status;            // [rows]
+/// What a scan leaves of a row with one block, and what the last of several blocks collects.
+struct RowScan {
+  float groups[kMaxGroups];
+  float sums[kMaxSegments];
 };
 
 struct SampleShared {
+  RowScan scan;
   double sums[kSampleWarps];
   double fraction;
   GreedyBest greedy[kSampleWarps];
-  float highest[kSampleWarps];
+  float highest[kSampleWarps], lowest[kSampleWarps];
   int chosen;
   int last;
   int is_last;
+  FilterShared filter;  // last, so that a launch without filters need not have it
 };
-
-template <typename T>
-__device__ void write_token(const SampleArgs<T>& args, int row, int token, int status) {
-  args.tokens[row] = token;
-  args.status[row] = status;
-}
 
 /// Larger logit first, then lower column; NaN before everything.
 __device__ inline GreedyBest better(GreedyBest a, GreedyBest b) {
@@ -97,30 +62,6 @@ __device__ void scan_greedy(const Segment<T>& segment, int first, GreedyBest& be
   }
 }
 
-template <typename T>
-__device__ SegmentSum scan_sampled(const Segment<T>& segment, const SampleRules& rules) {
-  float highest = -kInfinity;
-#pragma unroll
-  for (int i = 0; i < Segment<T>::kLoads; ++i) {
-#pragma unroll
-    for (int j = 0; j < Segment<T>::kPerLoad; ++j) {
-      highest = ptx::max_nan(highest, segment.at(i, j));
-    }
-  }
-  highest = warp_max_nan(highest);
-  if (!(highest > -kInfinity)) return {highest, 0.0f};
-  const float top = rules.scaled(highest);
-  float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-  for (int i = 0; i < Segment<T>::kLoads; ++i) {
-#pragma unroll
-    for (int j = 0; j < Segment<T>::kPerLoad; ++j) {
-      sums[j % 4] += rules.weight(segment.at(i, j), top);
-    }
-  }
-  return {highest, warp_sum((sums[0] + sums[1]) + (sums[2] + sums[3]))};
-}
-
 /// First column of those from `column` on that holds `logit`.
 template <typename T>
 __device__ int column_of(const T* row, GreedyBest best) {
@@ -137,44 +78,48 @@ __device__ void finish_greedy(const SampleArgs<T>& args, int row, GreedyBest bes
   write_token(args, row, good ? column_of(logits, best) : kNoToken, good ? 0 : kBadLogits);
 }
 
-/// The whole block: adds up the row's segments and, without filters, draws.
+/// The whole block: adds the row up and draws.
 template <typename T>
 __device__ void finish_sampled(const SampleArgs<T>& args, int row, const SampleRules& rules,
                                SampleShared& shared) {
+  constexpr int kPerThread = kMaxSegments / kSampleThreads;
   const int segments = segments_of(args.columns);
-  const SegmentSum* sums = args.segments + static_cast<std::int64_t>(row) * segments;
-  const int begin = ptx::thread() * kSegmentsPerThread;
-  SegmentSum mine[kSegmentsPerThread];
-  float highest = -kInfinity;
-#pragma unroll
-  for (int i = 0; i < kSegmentsPerThread; ++i) {
-    mine[i] = {-kInfinity, 0.0f};
-    if (begin + i < segments) {
-      mine[i] = {ptx::load_volatile(&sums[begin + i].highest),
-                 ptx::load_volatile(&sums[begin + i].sum)};
-    }
-    highest = ptx::max_nan(highest, mine[i].highest);
+  float highest = -kInfinity, lowest = kInfinity;
+  for (int i = ptx::thread(); i < segments * kSegmentGroups; i += kSampleThreads) {
+    const float logit = shared.scan.groups[i];
+    highest = ptx::max_nan(highest, logit);
+    if (logit > -kInfinity) lowest = fminf(lowest, logit);
   }
-  highest = warp_max_nan(highest);
-  if (ptx::lane() == 0) shared.highest[ptx::warp()] = highest;
+  highest = warp_highest(highest);
+  lowest = -warp_highest(-lowest);
+  if (ptx::lane() == 0) {
+    shared.highest[ptx::warp()] = highest;
+    shared.lowest[ptx::warp()] = lowest;
+  }
   if (ptx::thread() == 0) shared.chosen = shared.last = INT32_MAX;
   ptx::sync_block();
-  for (int i = 0; i < kSampleWarps; ++i) highest = ptx::max_nan(highest, shared.highest[i]);
+#pragma unroll
+  for (int i = 0; i < kSampleWarps; ++i) {
+    highest = ptx::max_nan(highest, shared.highest[i]);
+    lowest = fminf(lowest, shared.lowest[i]);
+  }
   const float top = rules.scaled(highest);
   const bool good = highest > -kInfinity && highest < kInfinity;
   if (!good || !(fabsf(top) < kInfinity)) {
-    if (ptx::thread() == 0) {
-      args.totals[row].highest = NAN;
-      write_token(args, row, kNoToken, good ? kBadParameters : kBadLogits);
-    }
+    if (ptx::thread() == 0) write_token(args, row, kNoToken, good ? kBadParameters : kBadLogits);
     return;
   }
 
-  double weights[kSegmentsPerThread];
+  const int begin = ptx::thread() * kPerThread;
+  double weights[kPerThread];
   double sum = 0.0;
 #pragma unroll
-  for (int i = 0; i < kSegmentsPerThread; ++i) {
-    weights[i] = static_cast<double>(mine[i].sum) * rules.weight(mine[i].highest, top);
+  for (int i = 0; i < kPerThread; ++i) {
+    weights[i] = 0.0;
+    if (begin + i < segments) {
+      const float high = highest_of(&shared.scan.groups[(begin + i) * kSegmentGroups]);
+      weights[i] = static_cast<double>(shared.scan.sums[begin + i]) * rules.weight(high, top);
+    }
     sum += weights[i];
   }
   double through = sum;
@@ -188,21 +133,24 @@ __device__ void finish_sampled(const SampleArgs<T>& args, int row, const SampleR
   if (ptx::lane() == 31) shared.sums[ptx::warp()] = through;
   ptx::sync_block();
   double total = 0.0;
+#pragma unroll
   for (int i = 0; i < kSampleWarps; ++i) {
     if (i < ptx::warp()) before += shared.sums[i];
     total += shared.sums[i];
   }
-  if (ptx::thread() == 0) {
-    args.totals[row].total = total;
-    args.totals[row].highest = highest;
+  const T* logits = args.logits + row * args.row_stride;
+  if (rules.filtered()) {
+    const FilterRow<T> filtered{logits,  args.columns, args.aligned, shared.scan.groups,
+                                highest, lowest,       top,          total};
+    draw_filtered(args, row, filtered, rules, shared.filter);
+    return;
   }
-  if (rules.filtered()) return;
 
   const double goal = static_cast<double>(noise_of(args.parameters, row)) * 0x1p-53 * total;
   int chosen = INT32_MAX, last = INT32_MAX;
   double fraction = 1.0;
 #pragma unroll
-  for (int i = 0; i < kSegmentsPerThread; ++i) {
+  for (int i = 0; i < kPerThread; ++i) {
     if (!(weights[i] > 0.0)) continue;
     const double after = before + weights[i];
     if (chosen == INT32_MAX && after > goal) {
@@ -212,8 +160,8 @@ __device__ void finish_sampled(const SampleArgs<T>& args, int row, const SampleR
     last = -(begin + i);
     before = after;
   }
-  ptx::atomic_min(&shared.chosen, chosen);
-  ptx::atomic_min(&shared.last, last);
+  if (chosen != INT32_MAX) ptx::atomic_min(&shared.chosen, chosen);
+  if (last != INT32_MAX) ptx::atomic_min(&shared.last, last);
   ptx::sync_block();
   // Rounding may leave the goal above every sum: then it is the last token that can be drawn.
   const int segment = shared.chosen != INT32_MAX ? shared.chosen : -shared.last;
@@ -222,10 +170,11 @@ __device__ void finish_sampled(const SampleArgs<T>& args, int row, const SampleR
   }
   ptx::sync_block();
   if (ptx::warp() != 0) return;
-  const float segment_top = rules.scaled(ptx::load_volatile(&sums[segment].highest));
+  const float segment_top =
+      rules.scaled(highest_of(&shared.scan.groups[segment * kSegmentGroups]));
   fraction = shared.fraction;
   const int token = locate_in_segment(
-      args.logits + row * args.row_stride, segment * kSegment, args.columns,
+      logits, segment * kSegment, args.columns, args.aligned,
       [&](float logit, int) { return fixed_weight(rules.weight(logit, segment_top)); },
       [&](std::uint64_t all) {
         const auto share = static_cast<std::uint64_t>(fraction * static_cast<double>(all));
@@ -234,19 +183,72 @@ __device__ void finish_sampled(const SampleArgs<T>& args, int row, const SampleR
   if (ptx::lane() == 0) write_token(args, row, token, 0);
 }
 
+/// A segment's result to where finish_sampled or `collect` finds it.
+template <typename T>
+__device__ void store_scan(const SampleArgs<T>& args, int row, int segment,
+                           const SegmentScan& scan, RowScan& alone) {
+  float* groups = alone.groups;
+  float* sums = alone.sums;
+  if (args.splits > 1) {
+    const std::int64_t before = static_cast<std::int64_t>(row) * segments_of(args.columns);
+    groups = args.groups + before * kSegmentGroups;
+    sums = args.sums + before;
+  }
+  float mine = scan.groups[0];
+#pragma unroll
+  for (int i = 1; i < kSegmentGroups; ++i) {
+    if (ptx::lane() == i) mine = scan.groups[i];
+  }
+  if (ptx::lane() < kSegmentGroups) groups[segment * kSegmentGroups + ptx::lane()] = mine;
+  if (ptx::lane() == 0) sums[segment] = scan.sum;
+}
+
+/// The last block of a row: what all its blocks left.
+template <typename T>
+__device__ void collect(const SampleArgs<T>& args, int row, RowScan& scan) {
+  const int segments = segments_of(args.columns);
+  const float* groups = args.groups + static_cast<std::int64_t>(row) * segments * kSegmentGroups;
+  const float* sums = args.sums + static_cast<std::int64_t>(row) * segments;
+  for (int i = ptx::thread(); i < segments * kSegmentGroups; i += kSampleThreads) {
+    scan.groups[i] = ptx::load_volatile(groups + i);
+  }
+  for (int i = ptx::thread(); i < segments; i += kSampleThreads) {
+    scan.sums[i] = ptx::load_volatile(sums + i);
+  }
+  ptx::sync_block();
+}
+
+/// Whether the block is the last one of the row; the others' results can be read then. Counts.
+template <typename T>
+__device__ bool is_last_of_row(const SampleArgs<T>& args, int row, SampleShared& shared) {
+  if (ptx::thread() == 0) {
+    // The barrier put the block's results before this fence; the fence puts them before the count.
+    ptx::fence_device();
+    shared.is_last = ptx::atomic_add(args.arrived + row, 1) == args.splits - 1;
+  }
+  ptx::sync_block();
+  if (shared.is_last == 0) return false;
+  ptx::fence_device();
+  if (ptx::thread() == 0) args.arrived[row] = 0;
+  return true;
+}
+
 /// Grid: rows * splits blocks, those of a row side by side.
 template <typename T>
-__global__ void __launch_bounds__(kSampleThreads, 4) sample_nodes_kernel(SampleArgs<T> args) {
+__global__ void __launch_bounds__(kSampleThreads, sizeof(T) == 4 ? 2 : 3)
+    sample_nodes_kernel(SampleArgs<T> args) {
   auto& shared = *ptx::shared_memory<SampleShared>();
   const int row = ptx::block() / args.splits, split = ptx::block() % args.splits;
   const T* logits = args.logits + row * args.row_stride;
   const int segments = segments_of(args.columns);
   const int end = split_begin(segments, split + 1, args.splits);
   int segment = split_begin(segments, split, args.splits) + ptx::warp();
-  SegmentSum* sums = args.segments + static_cast<std::int64_t>(row) * segments;
   ptx::pdl_wait();
   ptx::pdl_launch_dependents();
 
+  // Under way before the row's parameters are there.
+  Segment<T> next;
+  if (segment < end) next.load(logits, segment * kSegment, args.columns, args.aligned);
   const SampleRules rules(args.parameters, row, args.columns);
   const bool refused = !rules.greedy && rules.filtered() && !args.filters;
   if (rules.wrong || refused) {
@@ -257,8 +259,6 @@ __global__ void __launch_bounds__(kSampleThreads, 4) sample_nodes_kernel(SampleA
   }
 
   GreedyBest best{-kInfinity, INT32_MAX};
-  Segment<T> next;
-  if (segment < end) next.load(logits, segment * kSegment, args.columns, args.aligned);
   while (segment < end) {
     const Segment<T> current = next;
     const int here = segment;
@@ -267,8 +267,8 @@ __global__ void __launch_bounds__(kSampleThreads, 4) sample_nodes_kernel(SampleA
     if (rules.greedy) {
       scan_greedy(current, here * kSegment, best);
     } else {
-      const SegmentSum sum = scan_sampled(current, rules);
-      if (ptx::lane() == 0) sums[here] = sum;
+      const SegmentScan scan = scan_segment(current, rules);
+      store_scan(args, row, here, scan, shared.scan);
     }
   }
   if (rules.greedy) {
@@ -280,18 +280,10 @@ __global__ void __launch_bounds__(kSampleThreads, 4) sample_nodes_kernel(SampleA
   if (rules.greedy) {
     best = shared.greedy[0];
     for (int i = 1; i < kSampleWarps; ++i) best = better(best, shared.greedy[i]);
+    if (args.splits > 1 && ptx::thread() == 0) partials[split] = best;
   }
   if (args.splits > 1) {
-    if (ptx::thread() == 0) {
-      if (rules.greedy) partials[split] = best;
-      // The barrier put the block's sums before this fence; the fence puts them before the count.
-      ptx::fence_device();
-      shared.is_last = ptx::atomic_add(args.arrived + row, 1) == args.splits - 1;
-    }
-    ptx::sync_block();
-    if (shared.is_last == 0) return;
-    ptx::fence_device();
-    if (ptx::thread() == 0) args.arrived[row] = 0;
+    if (!is_last_of_row(args, row, shared)) return;
     if (rules.greedy) {
       best = {-kInfinity, INT32_MAX};
       if (ptx::lane() < args.splits) {
@@ -299,6 +291,8 @@ __global__ void __launch_bounds__(kSampleThreads, 4) sample_nodes_kernel(SampleA
                 ptx::load_volatile(&partials[ptx::lane()].column)};
       }
       best = warp_best(best);
+    } else {
+      collect(args, row, shared.scan);
     }
   }
   if (!rules.greedy) {

@@ -27,6 +27,7 @@ struct SampleParameters {
 struct SampleRules {
   float temperature;
   float reciprocal;
+  float scale;  // to exponents of 2
   int top_k;    // 0: no filter
   float top_p;  // 1: no filter
   float min_p;  // 0: no filter
@@ -43,6 +44,7 @@ struct SampleRules {
     // Beyond this bound every quotient is 0 already, and the reciprocal stays a normal number.
     temperature = fminf(given, 1e30f);
     reciprocal = 1.0f / temperature;
+    scale = reciprocal * kLog2E;
     top_k = k > 1 && k < columns ? k : 0;
     top_p = fminf(fmaxf(p, 0.0f), 1.0f);
     min_p = fmaxf(m, 0.0f);
@@ -95,32 +97,59 @@ __device__ inline std::uint64_t share_of(std::uint64_t noise, std::uint64_t tota
 
 /// First column of a segment at which the sum of the integer weights passes target(sum of all),
 /// which must be below that sum; one whole warp, the result in every lane.
-///   weight   (logit, column) -> uint64
+///   weight   (logit, column) -> uint64; 0 for -inf, which the columns from `end` on are
 template <typename T, typename Weight, typename Target>
-__device__ int locate_in_segment(const T* row, int first, int end, Weight weight, Target target) {
-  constexpr int kPerLane = kSegment / 32;
-  const int begin = first + ptx::lane() * kPerLane;
-  std::uint64_t mine = 0;
-  for (int i = 0; i < kPerLane; ++i) {
-    if (begin + i < end) mine += weight(to_float(row[begin + i]), begin + i);
+__device__ int locate_in_segment(const T* row, int first, int end, bool aligned, Weight weight,
+                                 Target target) {
+  using Loads = Segment<T>;
+  Loads segment;
+  segment.load(row, first, end, aligned);
+  std::uint64_t through[Loads::kLoads];
+#pragma unroll
+  for (int i = 0; i < Loads::kLoads; ++i) {
+    const int column = Loads::column(first, i, ptx::lane());
+    through[i] = 0;
+#pragma unroll
+    for (int j = 0; j < Loads::kPerLoad; ++j) through[i] += weight(segment.at(i, j), column + j);
   }
-  std::uint64_t through = mine;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
-    const std::uint64_t other = ptx::shfl_up(through, step);
-    if (ptx::lane() >= step) through += other;
-  }
-  const std::uint64_t goal = target(ptx::shfl(through, 31));
-  const int owner = ptx::lowest_bit(ptx::ballot(through > goal));
-  int column = kNoToken;
-  if (ptx::lane() == owner) {
-    std::uint64_t sum = through - mine;
-    for (int i = 0; i < kPerLane && column == kNoToken; ++i) {
-      if (begin + i < end) sum += weight(to_float(row[begin + i]), begin + i);
-      if (sum > goal) column = begin + i;
+#pragma unroll
+    for (int i = 0; i < Loads::kLoads; ++i) {
+      const std::uint64_t other = ptx::shfl_up(through[i], step);
+      if (ptx::lane() >= step) through[i] += other;
     }
   }
-  return ptx::shfl(column, owner);
+  std::uint64_t all = 0;
+#pragma unroll
+  for (int i = 0; i < Loads::kLoads; ++i) {
+    through[i] += all;
+    all = ptx::shfl(through[i], 31);
+  }
+  const std::uint64_t goal = target(all);
+  int owner = -1, column = 0;
+  std::uint64_t before = 0, sum = 0;  // of the loads before; before this lane's load
+  uint4 raw = segment.raw[0];
+#pragma unroll
+  for (int i = 0; i < Loads::kLoads; ++i) {
+    const std::uint32_t passed = ptx::ballot(through[i] > goal);
+    if (owner >= 0) continue;
+    if (passed != 0) {
+      owner = ptx::lowest_bit(passed);
+      sum = ptx::shfl_up(through[i], 1);
+      if (ptx::lane() == 0) sum = before;
+      column = Loads::column(first, i, ptx::lane());
+      raw = segment.raw[i];
+    }
+    before = ptx::shfl(through[i], 31);
+  }
+  int found = kNoToken;
+#pragma unroll
+  for (int j = 0; j < Loads::kPerLoad; ++j) {
+    sum += weight(element_of<T>(raw, j), column + j);
+    if (found == kNoToken && sum > goal) found = column + j;
+  }
+  return ptx::shfl(found, owner);
 }
 
 }  // namespace overstory

@@ -258,16 +258,23 @@ def test_arguments_out_of_range(simulated: Simulated, wrong: dict[str, int]) -> 
 
 
 @pytest.mark.parametrize("rows", [1, 9, 64, 512, 600, 1024])
-def test_splits_fill_the_gpu_and_no_more(library: KernelLibrary, rows: int) -> None:
-    """At least 80% of the block slots are busy in the waves that a launch takes."""
-    slots = 4 * 132
+def test_splits_share_the_gpu_among_rows(library: KernelLibrary, rows: int) -> None:
+    """Few rows are split until the GPU is mostly busy, many rows hardly."""
     splits = library.query(
         "candidates_topk_splits", rows=rows, columns=163_840, multiprocessors=132
     )
     assert 1 <= splits <= 32
-    blocks = rows * splits
-    waves = -(-blocks // slots)
-    assert splits == 32 or blocks / (waves * slots) > 0.8
+    assert splits >= 16 or rows * splits > 2 * 132
+    assert splits <= 2 or rows * splits < 16 * 132
+
+
+@pytest.mark.parametrize("op", ["candidates_topk", "sample_nodes"])
+def test_a_short_row_is_left_to_one_block(op: str) -> None:
+    """Four segments are read at once by the warps of one; a second would have to be waited for."""
+    library = simulator_library([SOURCES / f"{op}.cu"])
+    for rows in (1, 32, 256):
+        shape = {"rows": rows, "columns": 4096, "multiprocessors": 132}
+        assert library.query(f"{op}_splits", **shape) == 1
 
 
 @pytest.mark.full

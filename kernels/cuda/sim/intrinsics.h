@@ -214,6 +214,8 @@ inline void bulk_prefetch(const void* global, int bytes, Where where = Where::he
   // Memory that does not exist is a fault on a GPU too.
   static_cast<void>(*static_cast<const volatile char*>(global));
 }
+/// Memory that does not exist is no fault for this one.
+inline void prefetch_l2(const void* global) { static_cast<void>(global); }
 inline void fence_bulk() {}
 
 inline int atomic_add(int* at, int value) {
@@ -255,6 +257,10 @@ inline uint4 load_stream(const void* at, Where where = Where::here()) {
   std::memcpy(&value, at, 16);
   return value;
 }
+/// 16 aligned bytes that are read once, of data that the kernel may write later.
+inline uint4 load_once(const void* at, Where where = Where::here()) {
+  return load_stream(at, where);
+}
 inline void pdl_wait() {}
 inline void pdl_launch_dependents() {}
 
@@ -290,7 +296,10 @@ inline float mul_rn(float a, float b) {
 }
 inline float fma_rn(float a, float b, float c) { return std::fma(a, b, c); }
 /// The larger one; NaN if one is (fmaxf would return the other).
-inline float max_nan(float a, float b) { return std::isnan(a) || a > b ? a : b; }
+inline float max_nan(float a, float b) {
+  if (std::isnan(a) || std::isnan(b)) return bits_float(0x7FFFFFFFu);
+  return a > b ? a : b;
+}
 /// Upper 64 bits of the product.
 inline std::uint64_t multiply_high(std::uint64_t a, std::uint64_t b) {
   __extension__ typedef unsigned __int128 Wide;
@@ -313,6 +322,24 @@ inline float f16_to_float(std::uint16_t bits) {
     value = std::ldexp(static_cast<float>(1024 + mantissa), exponent - 25);
   }
   return (bits & 0x8000) != 0 ? -value : value;
+}
+inline std::uint16_t float_to_f16(float value) {
+  const std::uint32_t bits = float_bits(value);
+  const std::uint32_t sign = bits >> 16 & 0x8000u, rest = bits & 0x7FFFFFFFu;
+  if (rest > 0x7F800000u) return 0x7FFF;
+  const float size = bits_float(rest);
+  if (size >= 65520.0f) return static_cast<std::uint16_t>(sign | 0x7C00u);
+  // A multiple of the last place: subnormal numbers have one of their own.
+  int exponent;
+  static_cast<void>(std::frexp(size, &exponent));
+  const int last = size < 0x1p-14f ? -24 : exponent - 11;
+  const float units = std::nearbyint(std::ldexp(size, -last));
+  std::uint32_t half = static_cast<std::uint32_t>(units);
+  if (last != -24) half += static_cast<std::uint32_t>(last + 24) << 10;
+  return static_cast<std::uint16_t>(sign | half);
+}
+inline std::uint32_t pack_f16x2(float low, float high) {
+  return float_to_f16(low) | static_cast<std::uint32_t>(float_to_f16(high)) << 16;
 }
 inline float bf16_to_float(std::uint16_t bits) {
   return bits_float(static_cast<std::uint32_t>(bits) << 16);
