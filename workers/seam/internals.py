@@ -719,8 +719,11 @@ FRONT: tuple[Entry, ...] = (
 
 
 def entries() -> tuple[Entry, ...]:
-    """All of the above."""
-    return PLUGINS + KERNELS + ATTENTION + NAME_LISTS + SCHEDULER + DDTREE + RANK + DEFRAG + FRONT
+    """All of the above, and those of CUDA engines."""
+    from overstory.workers.seam import cuda_internals
+
+    here = PLUGINS + KERNELS + ATTENTION + NAME_LISTS + SCHEDULER + DDTREE + RANK + DEFRAG + FRONT
+    return here + cuda_internals.entries()
 
 
 def problems() -> list[str]:
