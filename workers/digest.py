@@ -40,10 +40,17 @@ class RequestFacts:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What one batch did. `free_slots` is the KV allocator's count after it."""
+    """What one batch did.
+
+    Attributes:
+        requests: of the batch.
+        free_slots: the KV allocator's count after it.
+        choice: the tree policy of the step, and what it was chosen by; empty for prefill.
+    """
 
     requests: tuple[RequestFacts, ...]
     free_slots: int
+    choice: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,6 +121,8 @@ def explain_difference(one: StepFacts | None, other: StepFacts | None) -> str:
     """In words, where the facts of two ranks first differ."""
     if one is None or other is None:
         return "the facts behind it are no longer kept"
+    if one.choice != other.choice:
+        return f"tree policy {one.choice!r} and {other.choice!r}"
     if one.free_slots != other.free_slots:
         return f"free KV slots {one.free_slots} and {other.free_slots}"
     if len(one.requests) != len(other.requests):

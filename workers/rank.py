@@ -35,7 +35,7 @@ from overstory.workers.process_ids import kernel_memory_kills, process_start_tic
 from overstory.workers.scheduler_view import SglangScheduler
 from overstory.workers.shared_names import take_names_off
 from overstory.workers.step_stats import STATS
-from overstory.workers.tree_policy import TreePolicy
+from overstory.workers.tree_policy import parse_policy
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import PortArgs, ServerArgs
@@ -237,8 +237,8 @@ class RankHost:
 
         Keys: rank, pid, phase, seconds (in the phase), iterations, forwards, epoch, seq, policy (in
         force), idle_s, lease_wait_s, lease (rank 0: the ledger), load, steps (by policy, see
-        `overstory.workers.step_stats`), digests (`LinksKept`), digest_us (mean cost),
-        commands (results by ticket).
+        `overstory.workers.step_stats`), auto (`StepChooser.report`, None without a cost table),
+        digests (`LinksKept`), digest_us (mean cost), commands (results by ticket).
         """
         report = {
             **self.health(),
@@ -248,6 +248,7 @@ class RankHost:
             "lease": dataclasses.asdict(self._gate.view()) if self._rank == 0 else None,
             "load": self._view.load() if self._view else None,
             "steps": STATS.snapshot(),
+            "auto": self._view.automatic_policy() if self._view else None,
             "digests": self._digests.after(after_forward),
             "digest_us": self._digests.mean_us(),
             "commands": dict(self._command_results),
@@ -267,8 +268,9 @@ class RankHost:
         self._gate.detach(epoch)
 
     def check_policy(self, policy: str) -> None:
-        """Refuses (ValueError) what is no policy, or one for which the engine has no room."""
-        tree_policy.check(TreePolicy.parse(policy))
+        """Refuses (ValueError) what is no policy, one for which the engine has no room, and the
+        automatic one without a cost table."""
+        tree_policy.check(parse_policy(policy))
 
     def check_command(self, name: str) -> None:
         """Refuses (ValueError) a boundary command that has no handler."""
@@ -308,7 +310,7 @@ class RankHost:
 
     def _begin_lease(self, lease: Lease) -> None:
         """On every rank, at the boundary where `lease` begins; errors end the rank."""
-        tree_policy.set_current(TreePolicy.parse(lease.policy))
+        tree_policy.set_current(parse_policy(lease.policy))
         if not lease.commands:
             return
         assert self._view is not None

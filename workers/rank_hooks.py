@@ -15,7 +15,7 @@ from typing import Any
 from overstory.workers.death_note import LastWill
 from overstory.workers.digest import DigestChain
 from overstory.workers.gate import StepGate
-from overstory.workers.scheduler_view import SglangScheduler, already_processed
+from overstory.workers.scheduler_view import SglangScheduler, already_processed, choice_of
 from overstory.workers.seam.errors import SeamError
 from overstory.workers.seam.patches import Patch, hook
 from overstory.workers.watchdog import watch
@@ -117,7 +117,7 @@ def _process(original: Callable[..., Any], scheduler: Any, batch: Any, result: A
     outcome = original(scheduler, batch, result)
     assert hooked.view is not None
     begun = time.perf_counter_ns()
-    hooked.digests.add(batch.forward_iter, hooked.view.step_facts(batch))
+    hooked.digests.add(batch.forward_iter, hooked.view.step_facts(batch, choice_of(result)))
     hooked.digests.spent_ns += time.perf_counter_ns() - begun
     return outcome
 

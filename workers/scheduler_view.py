@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 _SEEN = "_overstory_seen"
 """Attribute on SGLang's Req: (output tokens, committed positions) that earlier digests cover."""
 
+_CHOICE = "_overstory_choice"
+"""Attribute on a batch result: the step's tree policy, with what it was chosen by."""
+
 _PROCESSED = "_overstory_processed"
 """Attribute on a batch result that a drain has taken in before its turn."""
 
@@ -75,12 +78,18 @@ class SglangScheduler:
                 scheduler.process_batch_result(batch, result)
                 setattr(result, _PROCESSED, True)
 
-    def step_facts(self, batch: Any) -> StepFacts:
-        """What the batch whose results were just taken in did."""
+    def step_facts(self, batch: Any, choice: str = "") -> StepFacts:
+        """What the batch whose results were just taken in did, under which `choice_of`."""
         return StepFacts(
             requests=tuple(self._request_facts(req) for req in batch.reqs),
             free_slots=int(self._scheduler.token_to_kv_pool_allocator.available_size()),
+            choice=choice,
         )
+
+    def automatic_policy(self) -> dict[str, Any] | None:
+        """See `StepChooser.report`; None without DDTREE or a cost table. From any thread."""
+        chooser = getattr(self._scheduler.draft_worker, "chooser", None)
+        return None if chooser is None else chooser.report()
 
     def load(self) -> dict[str, int]:
         """Running and queued requests; KV slots that are free and that only the prefix cache holds
@@ -125,6 +134,16 @@ class SglangScheduler:
             return ()
         slots: list[int] = self._slot_table[req.req_pool_idx, start:end].tolist()
         return slots
+
+
+def note_choice(result: Any, choice: str) -> None:
+    """Keeps with a decode step's result what its tree policy was and was chosen by."""
+    setattr(result, _CHOICE, choice)
+
+
+def choice_of(result: Any) -> str:
+    """What `note_choice` kept with the result; empty for a prefill's."""
+    return str(getattr(result, _CHOICE, ""))
 
 
 def already_processed(result: Any) -> bool:

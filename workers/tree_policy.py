@@ -2,7 +2,7 @@
 
 One policy is current for the whole process. The DDTREE worker reads it once per step; the step gate
 sets it at a boundary, on every rank at the same iteration, so all ranks of a replica always draft
-alike.
+alike. It is a fixed one, or the rule that each step's is to be chosen (`overstory.workers.policy`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Literal
 Mode = Literal["plain", "chain", "tree"]
 
 _NODES = re.compile(r"(tree|spine)-([1-9][0-9]*)")
+_AUTO = re.compile(r"auto(?:<=([1-9][0-9]*))?")
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,43 @@ class TreePolicy:
         return block_size - 1 if self.mode == "chain" else self.nodes
 
 
+@dataclass(frozen=True)
+class AutoPolicy:
+    """Each step takes plain, the chain or a tree, whichever gives most tokens per millisecond.
+
+    Attributes:
+        most: bound on the drafted nodes of a step, the chain's included; None: the engine's room.
+    """
+
+    most: int | None = None
+
+    def __str__(self) -> str:
+        return "auto" if self.most is None else f"auto<={self.most}"
+
+    def drafted_nodes(self, block_size: int) -> int:
+        """Most nodes of a step as far as the rule itself says."""
+        del block_size
+        return self.most or 0
+
+
+Policy = TreePolicy | AutoPolicy
+
+
+def parse_policy(text: str) -> Policy:
+    """As `TreePolicy.parse`, and ``auto`` or ``auto<=31``.
+
+    Raises:
+        ValueError: the text is none of these.
+    """
+    match = _AUTO.fullmatch(text.strip().lower())
+    if match is not None:
+        return AutoPolicy(int(match.group(1)) if match.group(1) else None)
+    try:
+        return TreePolicy.parse(text)
+    except ValueError as error:
+        raise ValueError(f"{error}; 'auto' and 'auto<=N' choose for each step") from None
+
+
 def policy_from_budget(budget: int, block_size: int, spine_first: bool = False) -> TreePolicy:
     """Policy that a node budget stands for: 0 is plain, ``block_size - 1`` the chain, else a tree.
 
@@ -103,29 +141,34 @@ class PolicyHolder:
     """The policy of one process with the largest one its engine has room for."""
 
     def __init__(self) -> None:
-        self._current = TreePolicy("plain")
+        self._current: Policy = TreePolicy("plain")
         self._block_size = 0
         self._max_nodes = 0
+        self.automatic = False
 
-    def start(self, policy: TreePolicy, block_size: int, max_nodes: int) -> None:
+    def start(
+        self, policy: Policy, block_size: int, max_nodes: int, automatic: bool = False
+    ) -> None:
         """An engine starts with ``policy`` and has room for ``max_nodes``; it replaces any before.
+
+        ``automatic``: it has or will have a cost table before its first step.
 
         Raises:
             ValueError: the policy does not fit.
         """
-        before = self._block_size, self._max_nodes
-        self._block_size, self._max_nodes = block_size, max_nodes
+        before = self._block_size, self._max_nodes, self.automatic
+        self._block_size, self._max_nodes, self.automatic = block_size, max_nodes, automatic
         try:
             self.set_current(policy)
         except ValueError:
-            self._block_size, self._max_nodes = before
+            self._block_size, self._max_nodes, self.automatic = before
             raise
 
-    def current(self) -> TreePolicy:
+    def current(self) -> Policy:
         """The policy of the next step."""
         return self._current
 
-    def set_current(self, policy: TreePolicy) -> None:
+    def set_current(self, policy: Policy) -> None:
         """Use ``policy`` from the next step on.
 
         Raises:
@@ -134,10 +177,16 @@ class PolicyHolder:
         self.check(policy)
         self._current = policy
 
-    def check(self, policy: TreePolicy) -> None:
-        """Refuses a policy that drafts more nodes than the engine has room for (ValueError)."""
+    def check(self, policy: Policy) -> None:
+        """Refuses a policy that drafts more nodes than the engine has room for, and the automatic
+        one where there is no cost table to choose by (ValueError)."""
         if not self._block_size:
             return
+        if isinstance(policy, AutoPolicy) and not self.automatic:
+            raise ValueError(
+                f"tree policy {str(policy)!r} chooses by a cost table, which this engine has not "
+                "measured: deploy with tree.policy: auto"
+            )
         nodes = policy.drafted_nodes(self._block_size)
         if nodes > self._max_nodes:
             raise ValueError(
@@ -149,16 +198,16 @@ class PolicyHolder:
 HOLDER = PolicyHolder()
 
 
-def current() -> TreePolicy:
+def current() -> Policy:
     """The policy of this process's next step (``plain`` before an engine has started)."""
     return HOLDER.current()
 
 
-def set_current(policy: TreePolicy) -> None:
+def set_current(policy: Policy) -> None:
     """Set the policy from the next step on; ValueError if the engine has no room for it."""
     HOLDER.set_current(policy)
 
 
-def check(policy: TreePolicy) -> None:
+def check(policy: Policy) -> None:
     """Refuses a policy that `set_current` would refuse, without setting it (ValueError)."""
     HOLDER.check(policy)

@@ -16,7 +16,7 @@ from harness import STEP_DEADLINE_S, EngineHarness, Output
 from overstory.orchestrator.local_ray import free_port
 from overstory.workers import tree_policy
 from overstory.workers.environment import prepare_process
-from overstory.workers.tree_policy import TreePolicy
+from overstory.workers.tree_policy import parse_policy
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -113,7 +113,7 @@ def _obey(pipe: Connection, harness: EngineHarness) -> None:
         what, *values = pipe.recv()
         if what == "step":
             requests, name = values
-            tree_policy.set_current(TreePolicy.parse(name))
+            tree_policy.set_current(parse_policy(name))
             harness._gate.pending = requests
             for request in requests:
                 harness.outputs.setdefault(request.rid, Output())

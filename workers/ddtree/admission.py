@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from overstory.workers.ddtree import ALGORITHM, EARLIER_OUTPUT
 from overstory.workers.ddtree.grammar import BACKEND, constrained
+from overstory.workers.policy import OPT_OUT
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -36,6 +37,9 @@ def refusal(req: Req, grammar_backend: str = BACKEND) -> str | None:
             f"custom_params.{EARLIER_OUTPUT} is {earlier!r}; it must be a number of prompt tokens, "
             f"here 0 to {len(req.origin_input_ids)}"
         )
+    wish = (params.custom_params or {}).get(OPT_OUT, True)
+    if type(wish) is not bool:
+        return f"custom_params.{OPT_OUT} is {wish!r}; it must be true or false"
     if constrained(req) and grammar_backend != BACKEND:
         return (
             f"{constrained(req)} with {ALGORITHM} needs the engine's grammar_backend to be "

@@ -15,6 +15,7 @@ from overstory.workers.ddtree.sampler import (
     without_penalizers,
 )
 from overstory.workers.ddtree.step_record import count_step
+from overstory.workers.policy.start import prepare
 from overstory.workers.seam.patches import Patch, hook
 
 
@@ -74,6 +75,12 @@ def patches() -> list[Patch]:
             "around",
             allow_earlier_output,
             "sequences near the end of the context could not go on on another replica",
+        ),
+        hook(
+            "sglang.srt.managers.scheduler.Scheduler.init_model_worker",
+            "after",
+            prepare,
+            "the automatic policy would have no cost table",
         ),
         hook(
             "sglang.srt.managers.schedule_batch.Req.update_finish_state",

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
     from overstory.kernels.reference import Tree
+    from overstory.workers.policy.chooser import StepOutcome
 
 
 class StageClock:
@@ -48,6 +49,7 @@ class StepRecord:
     requests: tuple[Req, ...]
     stage_ns: dict[str, int] = field(default_factory=dict)
     deepest: torch.Tensor | None = None
+    outcome: StepOutcome | None = None
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,8 @@ class PendingSteps:
             stage_ns=record.stage_ns,
             requests=running,
         )
+        if record.outcome is not None:
+            record.outcome.judge([before is not None for before in step.lengths])
 
 
 def depths_on_host(tree: Tree) -> torch.Tensor | None:

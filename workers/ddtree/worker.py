@@ -15,7 +15,7 @@ from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from overstory.kernels.ops import tree_accept
 from overstory.kernels.reference import Accepted, Tree
 from overstory.workers import tree_policy
-from overstory.workers.ddtree.algorithm import own_algorithm, starting_policy
+from overstory.workers.ddtree.algorithm import own_algorithm, starting_policy, wants_table
 from overstory.workers.ddtree.commit import TargetKv, extend_drafter
 from overstory.workers.ddtree.decisions import DecisionGroup
 from overstory.workers.ddtree.draft import Drafter, root_tree
@@ -29,6 +29,9 @@ from overstory.workers.ddtree.logprobs import put_path_logprobs
 from overstory.workers.ddtree.sampler import apply_rules, draw, note_output
 from overstory.workers.ddtree.step_record import PENDING, StageClock, StepRecord, depths_on_host
 from overstory.workers.ddtree.verify import RowLayout, row_layout, verify
+from overstory.workers.policy.chooser import StepChooser, spare_opted_out
+from overstory.workers.policy.options import Options
+from overstory.workers.scheduler_view import note_choice
 from overstory.workers.step_stats import STATS
 from overstory.workers.tree_policy import TreePolicy
 
@@ -74,8 +77,12 @@ class DDTreeWorker(DFlashWorkerV2):
         self._target_kv: TargetKv | None = None
         self._tiers: GraphTiers | None = None
         self._window_offsets = torch.arange(self.limits.max_rows, device=self.device)
+        self.chooser = StepChooser(Options.of(block_size, self.limits.max_nodes), self._group)
         tree_policy.HOLDER.start(
-            starting_policy(self.limits.max_rows, block_size), block_size, self.limits.max_nodes
+            starting_policy(self.limits.max_rows, block_size),
+            block_size,
+            self.limits.max_nodes,
+            automatic=wants_table(),
         )
 
     def init_cuda_graphs(self) -> None:
@@ -95,6 +102,7 @@ class DDTreeWorker(DFlashWorkerV2):
     ) -> GenerationBatchResult:
         """One prefill forward or one decode step of ``batch``."""
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
+            self.chooser.interrupted()
             return self._prefill(batch, on_publish)
         if batch.forward_mode.is_idle():
             return super().forward_batch_generation(batch, on_publish, grammar_barrier)
@@ -157,13 +165,23 @@ class DDTreeWorker(DFlashWorkerV2):
         return result
 
     def _step(self, batch: Any, on_publish: Publish) -> GenerationBatchResult:
-        policy = tree_policy.current()
+        policy, chosen_by = self.chooser.next(batch)
+        result = self.run_step(policy, batch, on_publish)
+        note_choice(result, chosen_by)
+        self.chooser.ended(batch)
+        return result
+
+    def run_step(
+        self, policy: TreePolicy, batch: Any, on_publish: Publish = None
+    ) -> GenerationBatchResult:
+        """One decode step of ``batch`` under ``policy``."""
         clock = StageClock()
         roots = batch.spec_info.bonus_tokens
         prefix = batch.seq_lens
         window = self._window(batch)
         nodes = self._nodes(policy)
         tree = self._draft(policy, nodes, batch, roots, window, clock)
+        tree = spare_opted_out(tree, batch.reqs)
         slots = window[:, : tree.rows]
         layout = self._layout(tree, prefix)
         verified = verify(
@@ -181,7 +199,10 @@ class DDTreeWorker(DFlashWorkerV2):
         extend_drafter(self, hidden, accepted, slots, prefix, self._last_position)
         clock.mark("commit")
         deepest = depths_on_host(tree)
-        PENDING.add(StepRecord(str(policy), tree, tuple(batch.reqs), clock.stages, deepest))
+        outcome = self.chooser.outcome(batch, policy, tree, accepted)
+        PENDING.add(
+            StepRecord(str(policy), tree, tuple(batch.reqs), clock.stages, deepest, outcome)
+        )
         return self._result(verified, accepted, new_seq_lens)
 
     def _nodes(self, policy: TreePolicy) -> int:

@@ -500,6 +500,13 @@ DDTREE: tuple[Entry, ...] = (
         "hooked: output of an earlier replica is no prompt",
         "req max_req_input_len allow_auto_truncate",
     ),
+    Internal(f"{_SCHED}.init_model_worker", "hooked: the cost table is measured", "self"),
+    Internal(
+        f"{_SRT}.managers.schedule_batch.ScheduleBatch.init_new",
+        "made-up requests, to measure what steps cost",
+        "reqs req_to_token_pool token_to_kv_pool_allocator tree_cache model_config enable_overlap "
+        "spec_algorithm",
+    ),
     Internal(
         f"{_SRT}.managers.schedule_batch.Req.update_finish_state",
         "hooked: nothing after a stop token",

@@ -1,0 +1,165 @@
+"""Evidence from walks, probes within their price, the drafter off and on again."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+
+import pytest
+from policy_world import COSTS, NUMBERS, OPTIONS, World, fixed_rate, run, table_of, tree_of
+
+from overstory.workers.policy.beliefs import GREEDY, ONE, SAMPLED
+from overstory.workers.policy.evidence import KindEvidence, Walk
+from overstory.workers.policy.options import CHAIN, PLAIN
+from overstory.workers.policy.steering import RETRY_STEPS, Steering
+
+FLOOR = 0.05
+TREE_31 = NUMBERS[-1]
+
+
+def test_a_large_tree_tells_what_smaller_ones_would_have_given() -> None:
+    """Fed with trees of 31 nodes or with the beginnings of the same trees: the same numbers."""
+    large, small = KindEvidence(OPTIONS), KindEvidence(OPTIONS)
+    world, eight = World(0.9, random.Random(1)), OPTIONS.names.index("tree-8")
+    assert OPTIONS.nodes[eight] == 8
+    for _ in range(300):
+        walk = world.walk(TREE_31)
+        assert walk is not None
+        large.add(walk)
+        path = [row for row in walk.path if row <= 8]
+        small.add(Walk(walk.parents[:9], walk.ranks[:9], path, 9, False))
+    for option in range(OPTIONS.names.index("tree-4"), eight + 1):
+        assert large.tokens()[option] == small.tokens()[option]
+    assert large.tokens()[TREE_31] > large.tokens()[eight] > 2 * ONE
+
+
+def test_trees_of_a_budget_are_beginnings_of_larger_ones() -> None:
+    for mood in (0.35, 0.9):
+        whole = tree_of(TREE_31, mood)
+        for option in range(CHAIN + 1, TREE_31):
+            rows = 1 + OPTIONS.nodes[option]
+            assert tree_of(option, mood).parents.equal(whole.parents[:, :rows])
+            assert tree_of(option, mood).tokens.equal(whole.tokens[:, :rows])
+
+
+def test_spine_and_others_apart_by_depth_and_rank() -> None:
+    """By hand: rows 1, 2 are the spine, 3 a sibling of 1, 4 the best below 3."""
+    evidence = KindEvidence(OPTIONS)
+    parents, ranks = [-1, 0, 1, 0, 3], [-1, 0, 0, 1, 0]
+    evidence.add(Walk(parents, ranks, [1], 5, False))  # row 2 was offered in vain
+    evidence.add(Walk(parents, ranks, [3, 4], 5, False))
+    shown = evidence.report()
+    assert shown["candidates"]["spine"][1].keys() == {0, 1}
+    assert shown["candidates"]["spine"][1][0] == pytest.approx(0.5, abs=0.01)
+    assert shown["candidates"]["spine"][1][1] == pytest.approx(0.5, abs=0.01)
+    assert shown["candidates"]["spine"][2] == {0: 0.0}
+    assert shown["candidates"]["off_spine"] == {2: {0: 1.0}}
+    assert evidence.spine[0].seen == 2
+    assert evidence.spine[1].seen == 1
+
+
+def test_old_evidence_fades() -> None:
+    evidence = KindEvidence(OPTIONS)
+    for accepted, count in ((1, 600), (0, 400)):
+        for _ in range(count):
+            evidence.add(Walk([-1, 0], [-1, 0], [1] * accepted, 2, True))
+    assert evidence.tokens()[CHAIN] < 1.1 * ONE
+
+
+@pytest.mark.parametrize(
+    ("quality", "costs"),
+    [
+        (0.97, COSTS),
+        pytest.param(0.75, COSTS, marks=pytest.mark.full),
+        (0.45, COSTS),
+        # rows are dear: the chain, or plain
+        pytest.param(0.85, (10000, 15000, 19000, 30000, 50000, 90000), marks=pytest.mark.full),
+        # rows are free: the largest
+        pytest.param(0.85, (10000, 12000, 12100, 12200, 12300, 12500), marks=pytest.mark.full),
+        pytest.param(0.3, (10000, 30000, 31000, 33000, 36000, 40000), marks=pytest.mark.full),
+    ],
+)
+def test_as_good_as_the_best_fixed_policy(quality: float, costs: tuple[int, ...]) -> None:
+    table = table_of(costs)
+    world = World(quality, random.Random(5))
+    steering = Steering(OPTIONS, table, FLOOR)
+    run(steering, world, table, 300, GREEDY)  # what is learnt first is paid once
+    world.tokens = world.microseconds = 0
+    run(steering, world, table, 2500, GREEDY)
+    rates = [fixed_rate(option, quality, table, 6, 2500) for option in NUMBERS]
+    got = world.tokens / world.microseconds
+    assert got >= 0.96 * max(rates), (world.used, [round(r / max(rates), 3) for r in rates])
+    assert got >= 0.99 * rates[PLAIN]
+
+
+def test_follows_a_change_of_the_work() -> None:
+    table = table_of()
+    steering = Steering(OPTIONS, table, 0.0)
+    run(steering, World(0.95, random.Random(1)), table, 500, GREEDY)
+    worse = World(0.2, random.Random(2))
+    run(steering, worse, table, 1500, GREEDY)
+    assert worse.used["plain"] > 1200
+    better = World(0.95, random.Random(3))
+    run(steering, better, table, 3000, GREEDY)
+    assert better.used.get("plain", 0) < 1500, "a plain policy must go on probing"
+
+
+def test_kinds_are_learnt_apart() -> None:
+    table = table_of()
+    steering = Steering(OPTIONS, table, FLOOR)
+    run(steering, World(0.97, random.Random(1)), table, 300, GREEDY)
+    sampled = World(0.3, random.Random(2))
+    run(steering, sampled, table, 600, SAMPLED)
+    again = World(0.97, random.Random(3))
+    run(steering, again, table, 100, GREEDY)
+    assert sampled.used["plain"] > 450
+    assert "plain" not in again.used, "greedy requests pay nothing for sampled ones"
+
+
+def test_a_drafter_of_another_model_is_switched_off_and_tried_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    table = table_of()
+    steering = Steering(OPTIONS, table, FLOOR)
+    with caplog.at_level(logging.WARNING):
+        wrong = World(0.0, random.Random(1))
+        decisions = run(steering, wrong, table, 3500, GREEDY)
+    assert steering.report()["drafter"] == "off"
+    assert steering.report()["switched_off"] == caplog.text.count("switched off") >= 3
+    tries = [i for i, d in enumerate(decisions) if d.why == "trial"]
+    assert tries, "it is tried again"
+    gaps = [b - a for a, b in itertools.pairwise(tries) if b - a > 1]
+    assert all(2 * a <= b + 64 for a, b in itertools.pairwise(gaps)), gaps
+    lost = 1 - wrong.tokens / (wrong.microseconds / table.cost(PLAIN, 1, 256))
+    assert lost < 0.06  # of these few steps; retries come ever later
+
+    right = World(0.97, random.Random(2))
+    run(steering, right, table, 8 * RETRY_STEPS[0] + 400, GREEDY)
+    assert steering.report()["drafter"] == "on"
+    assert "in use again" in caplog.text
+
+
+def test_a_floor_of_zero_never_switches_off() -> None:
+    table = table_of()
+    steering = Steering(OPTIONS, table, 0.0)
+    run(steering, World(0.0, random.Random(1)), table, 600, GREEDY)
+    assert steering.report()["switched_off"] == 0
+    with pytest.raises(ValueError, match=r"acceptance_floor must be in \[0, 1\)"):
+        Steering(OPTIONS, table, 1.0)
+
+
+def test_overhead_between_steps_counts() -> None:
+    """What every step costs alike makes larger trees pay."""
+    table = table_of((1000, 8000, 9000, 12000, 20000, 40000))
+    steering = Steering(OPTIONS, table, FLOOR)
+    run(steering, World(0.9, random.Random(1)), table, 600, GREEDY)
+    lean = World(0.9, random.Random(2))
+    run(steering, lean, table, 200, GREEDY)
+    for _ in range(40):
+        steering.observe_overhead(1, 30000)
+    burdened = World(0.9, random.Random(2))
+    run(steering, burdened, table, 200, GREEDY)
+    assert lean.used["plain"] > 150
+    assert "plain" not in burdened.used or burdened.used["plain"] < 20
+    assert steering.report()["overhead_us"] == {"1": 30000, "16": 30000}

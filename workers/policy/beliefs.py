@@ -1,0 +1,66 @@
+"""What all ranks believe of drafts: integers that rank 0 sends to the others. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+GREEDY = 0
+SAMPLED = 1
+KINDS = 2
+"""Kinds of requests whose acceptance differs much: greedy ones and sampled ones."""
+
+ON = 0
+OFF = 1
+TRIAL = 2
+"""Standing of the drafter: in use, switched off (plain only), or off and being tried again."""
+
+ONE = 1000
+"""One token, in the unit of `Beliefs.tokens`."""
+
+
+@dataclass(frozen=True)
+class Beliefs:
+    """Calibration at one moment.
+
+    Attributes:
+        version: counts the moments; 0 is before the first.
+        tokens: [kind][option], thousandths of a token that a step is expected to give a request.
+        known: [kind], 1 where enough steps were seen; else `tokens` says nothing.
+        overhead_us: by batch of the cost table, microseconds of a step that the table does not
+            hold: the engine's own work between two steps.
+        drafter: `ON`, `OFF` or `TRIAL`.
+        probe: 1 if the next step is to try the probe option whatever is best.
+    """
+
+    version: int
+    tokens: tuple[tuple[int, ...], ...]
+    known: tuple[int, ...]
+    overhead_us: tuple[int, ...]
+    drafter: int = ON
+    probe: int = 0
+
+    @classmethod
+    def none(cls, options: int, batches: int) -> Beliefs:
+        """Before anything was seen."""
+        return cls(0, ((ONE,) * options,) * KINDS, (0,) * KINDS, (0,) * batches)
+
+    def to_ints(self) -> list[int]:
+        """For a broadcast; `from_ints` reads it. The length depends on the numbers of options and
+        batches alone."""
+        return [
+            self.version,
+            self.drafter,
+            self.probe,
+            *self.known,
+            *(value for kind in self.tokens for value in kind),
+            *self.overhead_us,
+        ]
+
+    @classmethod
+    def from_ints(cls, values: Sequence[int], options: int) -> Beliefs:
+        """Beliefs from what `to_ints` gave."""
+        version, drafter, probe, *rest = values
+        known, rest = rest[:KINDS], rest[KINDS:]
+        tokens = tuple(tuple(rest[k * options : (k + 1) * options]) for k in range(KINDS))
+        return cls(version, tokens, tuple(known), tuple(rest[KINDS * options :]), drafter, probe)

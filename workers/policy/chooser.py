@@ -1,0 +1,215 @@
+"""The policy of each step of one rank: a fixed one, or the automatic choice.
+
+Under the automatic rule all ranks hold the same table, the same beliefs and the same option before,
+and see the same batch, so they choose alike without a word. Every `SYNC_STEPS` decode steps rank 0
+sends new beliefs; its clock and its counts of acceptance go no other way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from overstory.kernels.reference import Accepted, Tree
+from overstory.workers import tree_policy
+from overstory.workers.policy import OPT_OUT
+from overstory.workers.policy.beliefs import GREEDY, KINDS, SAMPLED, Beliefs
+from overstory.workers.policy.choice import Decision, Shape, decide
+from overstory.workers.policy.cost_table import CostTable
+from overstory.workers.policy.evidence import Walk
+from overstory.workers.policy.options import PLAIN, Options
+from overstory.workers.policy.steering import Steering
+from overstory.workers.tree_policy import AutoPolicy, TreePolicy
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+    from overstory.workers.ddtree.decisions import DecisionGroup
+
+SYNC_STEPS = 8
+"""Decode steps between two broadcasts of beliefs."""
+
+_CONTEXT_GRAIN = 64
+"""Contexts are rounded down to a multiple, so that choices can be kept for some steps."""
+
+
+def speculates(req: Req) -> bool:
+    """Whether a request may be drafted for."""
+    return (req.sampling_params.custom_params or {}).get(OPT_OUT, True) is not False
+
+
+def shape_of(batch: ScheduleBatch) -> Shape:
+    """What all ranks know of ``batch``: kinds of its requests, mean committed length."""
+    counts = [0] * KINDS
+    for req in batch.reqs:
+        if speculates(req):
+            counts[GREEDY if req.sampling_params.top_k == 1 else SAMPLED] += 1
+    mean = int(batch.seq_lens_sum or 0) // len(batch.reqs)
+    return Shape(
+        tuple(counts), len(batch.reqs) - sum(counts), mean // _CONTEXT_GRAIN * _CONTEXT_GRAIN
+    )
+
+
+def spare_opted_out(tree: Tree, reqs: Sequence[Req]) -> Tree:
+    """``tree`` with nothing but the root in use for requests that want nothing drafted."""
+    spared = [not speculates(req) for req in reqs]
+    if tree.rows == 1 or not any(spared):
+        return tree
+    gone = torch.tensor(spared, device=tree.tokens.device).unsqueeze(1)
+    row = torch.arange(tree.rows, device=tree.tokens.device).unsqueeze(0)
+    padding = gone & (row > 0)
+    return Tree(
+        torch.where(padding, tree.tokens[:, :1], tree.tokens),
+        tree.parents.masked_fill(padding, -1),
+        tree.depths.masked_fill(padding, 0),
+        tree.ranks.masked_fill(padding, -1),
+        tree.sizes.masked_fill(gone.squeeze(1), 1),
+    )
+
+
+@dataclass
+class StepOutcome:
+    """A step's trees and walks on their way to the host, for rank 0's evidence."""
+
+    steering: Steering
+    kinds: list[int | None]
+    chain: bool
+    parents: torch.Tensor
+    ranks: torch.Tensor
+    sizes: torch.Tensor
+    rows: torch.Tensor
+
+    def judge(self, running: list[bool]) -> None:
+        """Counts what became of the drafts of requests that were ``running``.
+
+        The tensors were copied behind the step on its stream: its results must have been read.
+        """
+        columns = (self.parents, self.ranks, self.sizes, self.rows)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        for kind, runs, (parents, ranks, size, path) in zip(self.kinds, running, rows, strict=True):
+            if runs and kind is not None and size > 1:
+                accepted = [row for row in path[1:] if row >= 0]
+                self.steering.observe(kind, Walk(parents, ranks, accepted, size, self.chain))
+
+
+@dataclass
+class _Auto:
+    """What the automatic rule needs; made once the table is there."""
+
+    table: CostTable
+    steering: Steering | None
+    beliefs: Beliefs
+    before: int = PLAIN
+    steps: int = 0
+    kept: dict[tuple[Shape, int, tuple[int, ...]], Decision] = field(default_factory=dict)
+
+
+class StepChooser:
+    """Gives each decode step its policy. The scheduler's thread only, but for `report`.
+
+    Args:
+        options: what the automatic rule chooses from.
+        group: the tensor-parallel ranks.
+    """
+
+    def __init__(self, options: Options, group: DecisionGroup) -> None:
+        self.options = options
+        self.group = group
+        self._auto: _Auto | None = None
+        self._last: Decision | None = None
+        self._chosen: TreePolicy | None = None
+        self._ended: tuple[int, int] | None = None  # (nanoseconds, batch) of the last step
+
+    def start(self, table: CostTable, floor: float) -> None:
+        """The table is there: the automatic rule can be in force from now on."""
+        steering = Steering(self.options, table, floor) if self.group.decides else None
+        none = Beliefs.none(len(self.options), len(table.batches))
+        self._auto = _Auto(table, steering, none)
+
+    def next(self, batch: ScheduleBatch) -> tuple[TreePolicy, str]:
+        """Policy of the step that now begins, and a text of what it was decided by, for digests."""
+        self._note_pause(len(batch.reqs))
+        rule = tree_policy.current()
+        if isinstance(rule, TreePolicy):
+            return rule, str(rule)
+        auto = self._auto
+        assert auto is not None, "an automatic policy is in force without a cost table"
+        decision = self._decide(auto, rule, shape_of(batch))
+        self._last, self._chosen = decision, self.options.policies[decision.option]
+        told = f"{self._chosen} {decision.why} table {auto.table.version} {auto.beliefs.version}"
+        return self._chosen, told
+
+    def ended(self, batch: ScheduleBatch) -> None:
+        """The step has been launched; the time until the next one begins is the engine's own."""
+        self._ended = (time.perf_counter_ns(), len(batch.reqs))
+
+    def interrupted(self) -> None:
+        """Something else than a decode step comes next: the time that passes is not a step's."""
+        self._ended = None
+
+    def outcome(
+        self, batch: ScheduleBatch, policy: TreePolicy, tree: Tree, accepted: Accepted
+    ) -> StepOutcome | None:
+        """The step's trees for `PendingSteps`, where anybody counts them."""
+        steering = self._auto.steering if self._auto is not None else None
+        if steering is None or policy.mode == "plain" or policy.spine_first:
+            return None
+        kinds = [
+            None if not speculates(r) else GREEDY if r.sampling_params.top_k == 1 else SAMPLED
+            for r in batch.reqs
+        ]
+        columns = (tree.parents, tree.ranks, tree.sizes, accepted.rows)
+        host = (column.to("cpu", non_blocking=True) for column in columns)
+        return StepOutcome(steering, kinds, policy.mode == "chain", *host)
+
+    def report(self) -> dict[str, Any] | None:
+        """For status, JSON-able; None without a table. `choice`, `why`, `table`, `beliefs`
+        (versions), and on rank 0 what `Steering.report` holds."""
+        auto = self._auto
+        if auto is None:
+            return None
+        return {
+            "choice": str(self._chosen) if self._chosen else None,
+            "why": self._last.why if self._last else None,
+            "table": auto.table.version,
+            "beliefs": auto.beliefs.version,
+            **(auto.steering.report() if auto.steering is not None else {}),
+        }
+
+    def _decide(self, auto: _Auto, rule: AutoPolicy, shape: Shape) -> Decision:
+        allowed = self.options.allowed(rule.most)
+        fresh = auto.steps % SYNC_STEPS == 0
+        if fresh:
+            auto.beliefs = self._agree(auto, shape, allowed)
+            auto.kept.clear()
+        auto.steps += 1
+        if auto.beliefs.probe and fresh:
+            return decide(auto.table, auto.beliefs, shape, allowed, auto.before, True)
+        key = (shape, auto.before, allowed)
+        decision = auto.kept.get(key)
+        if decision is None:
+            decision = decide(auto.table, auto.beliefs, shape, allowed, auto.before, False)
+            auto.kept[key] = decision
+        if decision.why == "best":
+            auto.before = decision.option
+        return decision
+
+    def _agree(self, auto: _Auto, shape: Shape, allowed: tuple[int, ...]) -> Beliefs:
+        if auto.steering is not None:
+            believed = auto.steering.next_beliefs(SYNC_STEPS, shape, allowed)
+            self.group.host_ints(believed.to_ints())
+            return believed
+        length = len(auto.beliefs.to_ints())
+        return Beliefs.from_ints(self.group.host_ints([0] * length), len(self.options))
+
+    def _note_pause(self, batch: int) -> None:
+        """The engine's own work between two steps, where the host waits for each step."""
+        ended, self._ended = self._ended, None
+        auto = self._auto
+        if ended is None or auto is None or auto.steering is None or ended[1] != batch:
+            return
+        auto.steering.observe_overhead(batch, (time.perf_counter_ns() - ended[0]) // 1000)

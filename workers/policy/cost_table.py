@@ -1,0 +1,146 @@
+"""What a step costs, by option, batch and context: integers that all ranks share. Pure."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+_MOST_US = 10**9
+"""A cell of more than a quarter of an hour is no measurement."""
+
+
+class BadTable(ValueError):
+    """Data that is no cost table; says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Microseconds of one decode step.
+
+    Attributes:
+        options: policy names.
+        batches: requests per step, ascending.
+        contexts: committed tokens per request (mean of the batch), ascending.
+        cost_us: [option][batch][context], at least 1, never falling with batch or context.
+    """
+
+    options: tuple[str, ...]
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    cost_us: tuple[tuple[tuple[int, ...], ...], ...]
+
+    def __post_init__(self) -> None:
+        for name, axis in (("batches", self.batches), ("contexts", self.contexts)):
+            rising = all(a < b for a, b in pairwise(axis))
+            if not axis or axis[0] < 1 or not rising:
+                raise BadTable(f"{name} of a cost table must rise from at least 1, got {axis}")
+        shape = [[len(row) for row in option] for option in self.cost_us]
+        if not self.options or shape != [[len(self.contexts)] * len(self.batches)] * len(
+            self.options
+        ):
+            raise BadTable(
+                f"cost table of {len(self.options)} options, {len(self.batches)} batches and "
+                f"{len(self.contexts)} contexts holds rows of {shape}"
+            )
+        for option in self.cost_us:
+            for row in option:
+                if not all(1 <= cell <= _MOST_US for cell in row):
+                    raise BadTable(f"costs must be 1 to {_MOST_US} microseconds, got {row}")
+
+    @classmethod
+    def measured(
+        cls,
+        options: Sequence[str],
+        batches: Sequence[int],
+        contexts: Sequence[int],
+        cost_us: Mapping[tuple[int, int, int], int],
+        rising: Sequence[Sequence[int]] = (),
+    ) -> CostTable:
+        """Table of measured cells (option, batch index, context index).
+
+        More requests, more context and more rows never cost less. Where cells say so, the dearer
+        one was disturbed (noise only adds time), so a cell costs at most what larger ones do.
+
+        Args:
+            rising: options (numbers) in an order in which a step cannot become cheaper.
+        """
+        cells = dict(cost_us)
+        for o, b, c in sorted(cells, reverse=True):
+            for larger in ((o, b + 1, c), (o, b, c + 1)):
+                cells[o, b, c] = min(cells[o, b, c], cells.get(larger, _MOST_US))
+        for order in rising:
+            for more, less in pairwise(reversed(order)):
+                for _, b, c in [cell for cell in cells if cell[0] == less]:
+                    cells[less, b, c] = min(cells[less, b, c], cells[more, b, c])
+        grid = tuple(
+            tuple(tuple(cells[o, b, c] for c in range(len(contexts))) for b in range(len(batches)))
+            for o in range(len(options))
+        )
+        return cls(tuple(options), tuple(batches), tuple(contexts), grid)
+
+    def cost(self, option: int, batch: int, context: int) -> int:
+        """Microseconds of a step of ``batch`` requests with ``context`` tokens each, at least 1.
+
+        Linear between the cells and beyond the last; below the first it is that of the first.
+        Integers only, so that all ranks get the same.
+        """
+        along = [
+            _line(self.contexts, self.cost_us[option][b], context) for b in range(len(self.batches))
+        ]
+        return max(1, _line(self.batches, along, batch))
+
+    @cached_property
+    def version(self) -> int:
+        """Names the contents: 31 bits of their hash, so that ranks can compare."""
+        digest = hashlib.blake2b(self.to_json().encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 33
+
+    def to_json(self) -> str:
+        """As JSON text; `from_json` reads it."""
+        return json.dumps(
+            {
+                "options": self.options,
+                "batches": self.batches,
+                "contexts": self.contexts,
+                "cost_us": self.cost_us,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, data: Any) -> CostTable:
+        """Table from parsed JSON.
+
+        Raises:
+            BadTable: it is none.
+        """
+        try:
+            return cls(
+                tuple(str(name) for name in data["options"]),
+                _integers(data["batches"]),
+                _integers(data["contexts"]),
+                tuple(tuple(_integers(row) for row in option) for option in data["cost_us"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise BadTable(f"no cost table: {type(error).__name__}: {error}") from error
+
+
+def _integers(values: Sequence[Any]) -> tuple[int, ...]:
+    if not all(type(value) is int for value in values):
+        raise BadTable(f"whole numbers wanted, got {values!r}")
+    return tuple(values)
+
+
+def _line(axis: Sequence[int], values: Sequence[int], at: int) -> int:
+    """Value at ``at`` on the line through the two neighbours, rounded down."""
+    if len(axis) == 1 or at <= axis[0]:
+        return values[0]
+    high = min(bisect.bisect_left(axis, at), len(axis) - 1)
+    low = high - 1
+    rise = values[high] - values[low]
+    return values[low] + rise * (at - axis[low]) // (axis[high] - axis[low])

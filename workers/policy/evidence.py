@@ -1,0 +1,178 @@
+"""What drafts were worth lately: rank 0's own, decaying counts. Pure.
+
+Three views of the same walks, for greedy and sampled requests apart:
+
+- *bands*: accepted rows by their place in the best-first order. A smaller tree is the beginning of
+  a larger one, so the accepted rows up to place N are what a tree of N nodes would have given in
+  that very step: exact, for all budgets at once, whatever the drafter believed of itself.
+- *spine*: by depth, how often the drafter's first candidate is right once all before it were. The
+  chain's expected length is the sum of the products of these.
+- *candidates*: by depth and rank, below a spine node and below others apart, for reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from overstory.workers.policy.beliefs import ONE
+from overstory.workers.policy.options import CHAIN, FIRST_TREE, Options
+
+MEMORY = 128
+"""Observations that a rate remembers: the weight of one falls to 1/e after that many newer ones."""
+
+FADE_STEPS = 1500
+"""Steps after which an observation's weight falls to 1/e, newer ones or not: a probe that is old
+says little about today's requests."""
+
+WANTED = 32
+"""Observations before a rate counts as known."""
+
+
+class Share:
+    """A decaying mean of observations: sum and number of them fade alike."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.weight = 0.0
+        self.seen = 0
+
+    def add(self, value: float) -> None:
+        """One observation."""
+        kept = 1.0 - 1.0 / MEMORY
+        self.total = self.total * kept + value
+        self.weight = self.weight * kept + 1.0
+        self.seen += 1
+
+    def fade(self, factor: float) -> None:
+        """All observations lose weight."""
+        self.total *= factor
+        self.weight *= factor
+
+    @property
+    def mean(self) -> float:
+        """Mean of the observations, 0 before the first."""
+        return self.total / self.weight if self.weight > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Walk:
+    """One request's tree in one step, and how far the target went along it.
+
+    Attributes:
+        parents, ranks: of the rows, as in `Tree`, root and padding included.
+        path: rows of the accepted path without the root.
+        size: rows in use, root included.
+        chain: whether the tree is the chain and its rows have no place in a best-first order.
+    """
+
+    parents: Sequence[int]
+    ranks: Sequence[int]
+    path: Sequence[int]
+    size: int
+    chain: bool
+
+
+@dataclass
+class KindEvidence:
+    """Counts of one kind of requests."""
+
+    options: Options
+    bands: list[Share] = field(init=False)
+    spine: list[Share] = field(default_factory=list)
+    candidates: dict[tuple[bool, int, int], Share] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.bands = [Share() for _ in self.options.bands]
+
+    def add(self, walk: Walk) -> None:
+        """One request's step."""
+        if not walk.chain:
+            self._add_places(walk)
+        depth_of = {0: 0} | {row: depth + 1 for depth, row in enumerate(walk.path)}
+        spine_until = self._spine_length(walk)
+        for row in range(1, walk.size):
+            above = depth_of.get(walk.parents[row])
+            if above is None:  # its parent was not reached: nothing is known of it
+                continue
+            on_spine, rank = above <= spine_until, walk.ranks[row]
+            key = (on_spine, above + 1, rank)
+            accepted = float(row in depth_of)
+            self.candidates.setdefault(key, Share()).add(accepted)
+            if on_spine and rank == 0:
+                while len(self.spine) <= above:
+                    self.spine.append(Share())
+                self.spine[above].add(accepted)
+
+    def tokens(self) -> list[int]:
+        """Thousandths of a token expected per step under each option, the bonus included."""
+        expected = [ONE, ONE + round(ONE * self._chain_length(len(self.spine)))]
+        gained = 0.0
+        for band, (_, last) in zip(self.bands, self.options.bands, strict=True):
+            # A tree that was never tried gives at least about what its spine would.
+            gained = gained + band.mean if band.seen else max(gained, self._chain_length(last))
+            expected.append(ONE + round(ONE * gained))
+        assert len(expected) == len(self.options)
+        return expected
+
+    def known(self) -> bool:
+        """Whether there were enough observations to choose by."""
+        return self.seen() >= WANTED
+
+    def seen(self) -> int:
+        """Drafts observed, of any size."""
+        return self.spine[0].seen if self.spine else 0
+
+    def fade(self, factor: float) -> None:
+        """Steps went by."""
+        for share in (*self.bands, *self.spine, *self.candidates.values()):
+            share.fade(factor)
+
+    def _add_places(self, walk: Walk) -> None:
+        for (first, last), share in zip(self.options.bands, self.bands, strict=True):
+            if walk.size - 1 < first:
+                break
+            share.add(sum(first <= row <= last for row in walk.path))
+
+    def _chain_length(self, nodes: int) -> float:
+        """Expected accepted nodes of a chain of ``nodes``."""
+        length, reached = 0.0, 1.0
+        for share in self.spine[:nodes]:
+            reached *= share.mean
+            length += reached
+        return length
+
+    @staticmethod
+    def _spine_length(walk: Walk) -> int:
+        for depth, row in enumerate(walk.path):
+            if walk.ranks[row] != 0:
+                return depth
+        return len(walk.path)
+
+    def report(self) -> dict[str, Any]:
+        """For status: accepted shares by depth and by candidate, JSON-able.
+
+        `spine`: by depth; `candidates`: ``spine`` (parent on it) and ``off_spine``, each
+        {depth: {rank: share}}; `tokens`: by option name.
+        """
+        candidates: dict[str, dict[int, dict[int, float]]] = {"spine": {}, "off_spine": {}}
+        for (on_spine, depth, rank), share in sorted(self.candidates.items(), key=_by_place):
+            place = candidates["spine" if on_spine else "off_spine"].setdefault(depth, {})
+            place[rank] = round(share.mean, 4)
+        return {
+            "seen": self.seen(),
+            "spine": [round(share.mean, 4) for share in self.spine],
+            "candidates": candidates,
+            "tokens": {
+                name: value / ONE
+                for name, value in zip(self.options.names, self.tokens(), strict=True)
+            },
+        }
+
+
+def _by_place(item: tuple[tuple[bool, int, int], Share]) -> tuple[bool, int, int]:
+    return item[0]
+
+
+assert CHAIN + 1 == FIRST_TREE, "KindEvidence.tokens lists plain, the chain, then the trees"

@@ -1,0 +1,187 @@
+"""Rank 0's side of the policy: evidence to beliefs, probes, the drafter switched off and tried
+again. Pure; the only clock is the count of decode steps."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections import deque
+from statistics import median
+from typing import Any
+
+from overstory.workers.policy.beliefs import KINDS, OFF, ON, ONE, TRIAL, Beliefs
+from overstory.workers.policy.choice import (
+    Shape,
+    choose,
+    probe_option,
+    rate,
+)
+from overstory.workers.policy.cost_table import CostTable
+from overstory.workers.policy.evidence import FADE_STEPS, WANTED, KindEvidence, Share, Walk
+from overstory.workers.policy.options import PLAIN, Options
+
+logger = logging.getLogger(__name__)
+
+PROBE_LOSS = 5
+"""Thousandths of the tokens that probes may cost on average."""
+
+PROBE_STEPS = (32, 4096)
+"""Fewest and most steps between two probes."""
+
+RETRY_STEPS = (256, 16384)
+"""Steps until a drafter that was switched off is tried again: at first, then doubled, at most."""
+
+OVERHEADS_KEPT = 31
+STANDINGS = ("on", "off", "trial")
+
+
+class Steering:
+    """What rank 0 knows and decides; `next_beliefs` is sent to all ranks.
+
+    The scheduler's thread calls, reports may come from others.
+
+    Args:
+        options: what there is to choose from.
+        table: measured costs.
+        floor: least share of first drafted tokens (the drafter's best guess at depth 1) that a
+            drafter in use must get right, in [0, 1); 0 never switches off.
+    """
+
+    def __init__(self, options: Options, table: CostTable, floor: float) -> None:
+        if not 0 <= floor < 1:
+            raise ValueError(f"tree.acceptance_floor must be in [0, 1), got {floor}")
+        self._options = options
+        self._table = table
+        self._floor = floor
+        self._lock = threading.Lock()
+        self._kinds = [KindEvidence(options) for _ in range(KINDS)]
+        self._overheads: list[deque[int]] = [deque(maxlen=OVERHEADS_KEPT) for _ in table.batches]
+        self._drafter = ON
+        self._first = Share()
+        self._since_probe = 0
+        self._off_for = 0
+        self._retry = RETRY_STEPS[0]
+        self._switched_off = 0
+        self._probes = 0
+        self._version = 0
+
+    def observe(self, kind: int, walk: Walk) -> None:
+        """What became of one request's draft."""
+        with self._lock:
+            self._kinds[kind].add(walk)
+            first = next((r for r in range(1, walk.size) if walk.ranks[r] == 0), None)
+            if first is not None:
+                self._first.add(float(bool(walk.path) and walk.path[0] == first))
+
+    def observe_overhead(self, batch: int, microseconds: int) -> None:
+        """Time between two decode steps of ``batch`` requests with nothing but them in between."""
+        axis = self._table.batches
+        nearest = min(range(len(axis)), key=lambda b: abs(axis[b] - batch))
+        with self._lock:
+            self._overheads[nearest].append(microseconds)
+
+    def next_beliefs(self, steps: int, shape: Shape, allowed: tuple[int, ...]) -> Beliefs:
+        """Beliefs for the steps to come.
+
+        Args:
+            steps: decode steps since the last call.
+            shape: the batch at hand, by which a probe's price is judged.
+            allowed: options that the rule in force permits.
+        """
+        with self._lock:
+            for kind in self._kinds:
+                kind.fade(math.exp(-steps / FADE_STEPS))
+            self._judge_drafter(steps)
+            self._version += 1
+            believed = Beliefs(
+                self._version,
+                tuple(tuple(kind.tokens()) for kind in self._kinds),
+                tuple(int(kind.known()) for kind in self._kinds),
+                self._overhead_us(),
+                self._drafter,
+            )
+            if self._probe_due(steps, believed, shape, allowed):
+                believed = Beliefs(**{**believed.__dict__, "probe": 1})
+            return believed
+
+    def report(self) -> dict[str, Any]:
+        """For status, JSON-able: `drafter` (on, off, trial), `first_accepted`, `floor`,
+        `switched_off` (how often), `probes`, `overhead_us` by batch, `greedy` and `sampled` as
+        `KindEvidence.report`."""
+        with self._lock:
+            greedy, sampled = (kind.report() for kind in self._kinds)
+            return {
+                "drafter": STANDINGS[self._drafter],
+                "first_accepted": round(self._first.mean, 4) if self._first.seen else None,
+                "floor": self._floor,
+                "switched_off": self._switched_off,
+                "probes": self._probes,
+                "overhead_us": dict(
+                    zip(map(str, self._table.batches), self._overhead_us(), strict=True)
+                ),
+                "greedy": greedy,
+                "sampled": sampled,
+            }
+
+    def _probe_due(
+        self, steps: int, beliefs: Beliefs, shape: Shape, allowed: tuple[int, ...]
+    ) -> bool:
+        """Whether enough steps went by for a probe at its price.
+
+        The price is what the probe option is expected to lose against the best one in its time.
+        """
+        self._since_probe += steps
+        if self._drafter != ON or not any(shape.drafting):
+            return False
+        best = choose(self._table, beliefs, shape, allowed, PLAIN, margin=0)
+        probed = probe_option(self._table, beliefs, shape, allowed)
+        if probed in (PLAIN, best):
+            self._since_probe = 0
+            return False
+        good, tried = (rate(self._table, beliefs, shape, option) for option in (best, probed))
+        lost = max(0, good.tokens * tried.cost_us - tried.tokens * good.cost_us)
+        price = lost * ONE // (good.tokens * good.cost_us * PROBE_LOSS)
+        if self._since_probe < min(max(price, PROBE_STEPS[0]), PROBE_STEPS[1]):
+            return False
+        self._since_probe = 0
+        self._probes += 1
+        return True
+
+    def _judge_drafter(self, steps: int) -> None:
+        enough = self._first.seen >= WANTED
+        if self._drafter == OFF:
+            self._off_for += steps
+            if self._off_for >= self._retry:
+                self._first, self._drafter = Share(), TRIAL
+                logger.info("the drafter is tried again after %d steps", self._off_for)
+        elif enough and self._first.mean < self._floor:
+            if self._drafter == TRIAL:
+                self._retry = min(2 * self._retry, RETRY_STEPS[1])
+            self._drafter, self._off_for = OFF, 0
+            self._switched_off += 1
+            logger.warning(
+                "drafter switched off: %.1f%% of its first tokens are accepted, the floor is "
+                "%.1f%% (tree.acceptance_floor); does it belong to this model? Decoding plainly, "
+                "tried again after %d steps",
+                100 * self._first.mean,
+                100 * self._floor,
+                self._retry,
+            )
+        elif enough and self._drafter == TRIAL:
+            self._drafter, self._retry = ON, RETRY_STEPS[0]
+            self._kinds = [KindEvidence(self._options) for _ in range(KINDS)]
+            logger.warning(
+                "drafter in use again: %.1f%% of its first tokens are accepted",
+                100 * self._first.mean,
+            )
+
+    def _overhead_us(self) -> tuple[int, ...]:
+        """Median by batch of the table; where none was seen, that of the nearest seen."""
+        seen = {b: int(median(times)) for b, times in enumerate(self._overheads) if times}
+        if not seen:
+            return (0,) * len(self._overheads)
+        return tuple(
+            seen[min(seen, key=lambda known: (abs(known - b), known))]
+            for b in range(len(self._overheads))
+        )
