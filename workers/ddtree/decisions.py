@@ -43,18 +43,6 @@ class DecisionGroup:
         if self.size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.int64)
-        torch.distributed.broadcast(tensor, src=self._group.ranks[0], group=self._group.cpu_group)
-        agreed: list[int] = tensor.tolist()
-        return agreed
-
-    def host_ints(self, values: list[int]) -> list[int]:
-        """Rank 0's ``values``, by the host's own process group: no device is waited for.
-
-        All ranks give as many; what the others give does not matter.
-        """
-        if self.size == 1:
-            return values
-        tensor = torch.tensor(values, dtype=torch.int64)
         torch.distributed.broadcast(
             tensor, src=self._group.ranks[0], group=self._group.cpu_group
         )
