@@ -43,9 +43,7 @@ class DecisionGroup:
         if self.size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.int64)
-        torch.distributed.broadcast(
-            tensor, src=self._group.ranks[0], group=self._group.cpu_group
-        )
+        torch.distributed.broadcast(tensor, src=self._group.ranks[0], group=self._group.cpu_group)
         agreed: list[int] = tensor.tolist()
         return agreed
 
