@@ -1,4 +1,4 @@
-"""Commands that look at nodes and at what runs: `doctor`."""
+"""Commands that look at nodes and at what runs: `doctor` and `report`."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from overstory.orchestrator.cli_support import AsJson, Overrides, told
+from overstory.orchestrator.cli_support import AsJson, Name, Overrides, known, told
 
 
 def doctor(
@@ -29,3 +29,19 @@ def doctor(
         print(text)
         if diagnosis.errors or (strict and diagnosis.findings):
             raise typer.Exit(1)
+
+
+def report(
+    name: Name = None,
+    bench: Annotated[
+        list[Path] | None, typer.Option(help="File of `overstory bench --json`, repeatable.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write here instead of printing.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Report on a running deployment: what is measured, where time goes, what limits it next."""
+    with told():
+        known(name)
+        from overstory.orchestrator.report_command import report as run
+
+        run(name, bench or (), as_json, out)

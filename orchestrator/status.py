@@ -1,22 +1,37 @@
-"""`overstory status`: what a deployment does right now, as text or JSON."""
+"""`overstory status`: what a deployment does right now, as text, JSON or a live view."""
 
 import json
 import sys
 import time
 from typing import Any
 
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+
 from overstory.orchestrator import client, serving
 from overstory.orchestrator.control import connected, controller_status
 from overstory.orchestrator.state import DeploymentRecord
 from overstory.orchestrator.status_text import render
+
+_GATEWAY_TIMEOUT_S = 5.0
+
+
+def _gateway_snapshot(name: str) -> dict[str, Any] | None:
+    """`Gateway.snapshot`, None where the gateway does not answer."""
+    try:
+        handle = serve.get_deployment_handle("Gateway", name)
+        return dict(handle.snapshot.remote().result(timeout_s=_GATEWAY_TIMEOUT_S))
+    except (RayError, RayServeException, TimeoutError):
+        return None
 
 
 def gather(record: DeploymentRecord) -> dict[str, Any]:
     """The picture of a deployment, JSON-able. Needs a connected Ray.
 
     `name`, `endpoint`, `model`, `ready`, `reason`, `serve` (status, message, replica states by
-    Serve deployment; None if Serve does not know it), `controller` (`ControllerState.status`; None
-    if none answers).
+    Serve deployment; None if Serve does not know it), `gateway` (`Gateway.snapshot`; None if it
+    does not answer), `controller` (`ControllerState.status`; None if none answers).
     """
     is_ready, reason = client.ready(record.endpoint)
     app = serving.app_status(record.name)
@@ -33,22 +48,42 @@ def gather(record: DeploymentRecord) -> dict[str, Any]:
             "message": app.message,
             "replicas": {name: dict(states) for name, states in app.replicas.items()},
         },
+        "gateway": None if app is None else _gateway_snapshot(record.name),
         "controller": controller_status(record.name),
     }
 
 
 def show_status(name: str | None, as_json: bool, every_s: float | None) -> None:
-    """Prints the status once, or every `every_s` seconds until Ctrl-C."""
+    """Prints the status once, or every `every_s` seconds until Ctrl-C.
+
+    On a terminal the repeated one is a live view; elsewhere text or JSON, one after the other.
+    """
     with connected(name) as record:
         serving.quiet_serve_logs()
+        if every_s is not None and not as_json and sys.stdout.isatty():
+            _watch(record, every_s)
+            return
         while True:
             picture = gather(record)
-            text = json.dumps(picture, indent=1) if as_json else render(picture)
-            clear = "\x1b[2J\x1b[H" if every_s and sys.stdout.isatty() else ""
-            print(clear + text, flush=True)
+            print(json.dumps(picture, indent=1) if as_json else render(picture), flush=True)
             if every_s is None:
                 return
             try:
                 time.sleep(every_s)
             except KeyboardInterrupt:
                 return
+
+
+def _watch(record: DeploymentRecord, every_s: float) -> None:
+    """The live view until Ctrl-C."""
+    from rich.live import Live
+
+    from overstory.orchestrator.status_live import live_view
+
+    try:
+        with Live(live_view(gather(record)), screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(every_s)
+                live.update(live_view(gather(record)), refresh=True)
+    except KeyboardInterrupt:
+        return

@@ -3,12 +3,17 @@
 The commands run as a user runs them, each in a process of its own; the first one starts a Ray.
 """
 
+import contextlib
 import json
 import os
+import pty
+import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,6 +68,30 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     left = read_state(shell.state).local_ray
     if left is not None:
         stop_local_ray(left)
+
+
+def watched(shell: Shell, until: str) -> str:
+    """What `status --watch` draws on a terminal until it shows a word; ended as by Ctrl-C."""
+    terminal, other_end = pty.openpty()
+    command = [shell.script, "status", "--watch", "--every", "0.2"]
+    size = {"COLUMNS": "120", "LINES": "60", "TERM": "xterm"}
+    watching = subprocess.Popen(
+        command, stdin=other_end, stdout=other_end, stderr=other_end, env=shell.environment | size
+    )
+    os.close(other_end)
+    drawn = b""
+    deadline = time.monotonic() + 60
+    while until.encode() not in drawn and time.monotonic() < deadline:
+        if select.select([terminal], [], [], 1.0)[0]:
+            drawn += os.read(terminal, 65536)
+    watching.send_signal(signal.SIGINT)
+    # What it still draws must be taken off, or it cannot end.
+    with contextlib.suppress(OSError):
+        while time.monotonic() < deadline:
+            drawn += os.read(terminal, 65536)
+    assert watching.wait(timeout=30) == 0
+    os.close(terminal)
+    return drawn.decode(errors="replace")
 
 
 def assert_nothing_left(own: LocalRayRecord, port: int) -> None:
@@ -125,6 +154,18 @@ def test_up_used_and_down(shell: Shell) -> None:
     assert after["controller"]["policy"] == "tree-31"  # As before the benchmark.
     (replica,) = after["controller"]["replicas"]
     assert replica["fragmentation"]["free"] == done["after"]["free"]
+
+    looked = shell("doctor", str(LOCAL), "--json")
+    diagnosis = json.loads(looked.stdout)
+    assert looked.returncode == 0, diagnosis["findings"]
+    assert [len(node["models"]) for node in diagnosis["nodes"]] == [2]
+    reported = shell("report", "--bench", str(rows))
+    assert reported.returncode == 0, reported.stderr
+    for part in ("# Status report of tiny", "% of a step is", "benchmark tree-31, 1 at a time"):
+        assert part in reported.stdout
+    screen = watched(shell, until="free")
+    assert "depth 1" in screen
+    assert "Traceback" not in screen
 
     same = shell.deploy(f"gateway.port={port}")
     assert same.returncode == 0
