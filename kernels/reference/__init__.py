@@ -8,12 +8,14 @@ from .accept import Accepted, tree_accept
 from .adjust import EarlyEnd, Penalties, adjust_nodes
 from .attention import decode_attention, verify_attention
 from .candidates import PAD_TOKEN_ID, Shard, candidates_topk, merge_candidates
+from .kv_fp8 import FP8_MAX, dequantize_kv, quantize_kv, scale_for
 from .mask import ancestor_matrix, full_mask, packed_mask, positions
 from .relocate import compaction_moves, kv_relocate
 from .sample import filtered_probs, sample_nodes, uniforms
 from .tree import MAX_ROWS, Tree, chain_tree, tree_build
 
 __all__ = [
+    "FP8_MAX",
     "MAX_ROWS",
     "PAD_TOKEN_ID",
     "Accepted",
@@ -27,13 +29,16 @@ __all__ = [
     "chain_tree",
     "compaction_moves",
     "decode_attention",
+    "dequantize_kv",
     "filtered_probs",
     "full_mask",
     "kv_relocate",
     "merge_candidates",
     "packed_mask",
     "positions",
+    "quantize_kv",
     "sample_nodes",
+    "scale_for",
     "tree_accept",
     "tree_build",
     "uniforms",

@@ -11,6 +11,8 @@ import itertools
 
 import torch
 
+from .kv_fp8 import dequantize_kv, is_fp8
+
 _BLOCK = 128
 """Query rows at a time, so that a prefill's scores stay small."""
 
@@ -29,6 +31,7 @@ def verify_attention(
     v_head_dim: int = 512,
     causal: bool = True,
     lse: torch.Tensor | None = None,
+    kv_scale: float = 1.0,
 ) -> torch.Tensor:
     """Attention of each request's rows to its prefix and to its own rows (the tail).
 
@@ -37,7 +40,7 @@ def verify_attention(
 
     Args:
         q: [tokens, heads, D] float, requests after one another.
-        kv: [slots, 1, D] (or [slots, D]) float, the cache.
+        kv: [slots, 1, D] (or [slots, D]), the cache: float, or e4m3 (`kv_fp8`).
         qo_indptr: [bs + 1] int: request b has rows qo_indptr[b] .. qo_indptr[b + 1] - 1.
         kv_indptr: [bs + 1] int: its prefix is kv_indices[kv_indptr[b] : kv_indptr[b + 1]].
         kv_indices: [>= kv_indptr[-1]] int, slots of the prefixes, without the tail.
@@ -51,13 +54,16 @@ def verify_attention(
         causal: without a mask, row i sees tail rows 0..i (True) or all of them (False).
         lse: [tokens, heads] float, receives the log-sum-exp of the scaled scores (natural
             logarithm) where given.
+        kv_scale: of an e4m3 cache: its numbers times this are keys and values, of prefix and tail
+            alike (SGLang's Triton kernel takes the tail's keys before they are rounded).
 
     Returns:
         [tokens, heads, v_head_dim] in q's dtype. A row that sees nothing gives 0 (lse -inf).
         What a row does not see has no influence: NaN there does not reach its output.
 
     Raises:
-        ValueError: `custom_mask` without `mask_indptr` or the reverse, or too short a mask.
+        ValueError: `custom_mask` without `mask_indptr` or the reverse, or too short a mask; a
+            `kv_scale` that is no positive number, or one for a cache without scale.
     """
     if (custom_mask is None) != (mask_indptr is None):
         raise ValueError("custom_mask and mask_indptr go together")
@@ -69,7 +75,7 @@ def verify_attention(
     for b, (first, end) in enumerate(itertools.pairwise(rows_of)):
         n, prefix = end - first, prefix_of[b + 1] - prefix_of[b]
         slots = torch.cat((kv_indices[prefix_of[b] : prefix_of[b + 1]], out_cache_loc[first:end]))
-        keys = cache.index_select(0, slots).to(dtype)
+        keys = _gather(cache, slots, dtype, kv_scale)
         for start in range(0, n, _BLOCK):
             stop = min(start + _BLOCK, n)
             rows = slice(first + start, first + stop)
@@ -94,15 +100,16 @@ def decode_attention(
     scale: float,
     v_head_dim: int = 512,
     lse: torch.Tensor | None = None,
+    kv_scale: float = 1.0,
 ) -> torch.Tensor:
     """Plain decoding: one row per request, which sees all of the request's slots.
 
     Args:
         q: [bs, heads, D] float.
-        kv: [slots, 1, D] (or [slots, D]) float, the cache.
+        kv: [slots, 1, D] (or [slots, D]), the cache: float, or e4m3 (`kv_fp8`).
         kv_indptr: [bs + 1] int: request b sees kv_indices[kv_indptr[b] : kv_indptr[b + 1]].
         kv_indices: [>= kv_indptr[-1]] int, slots, the row's own included.
-        scale, v_head_dim, lse: as for `verify_attention`.
+        scale, v_head_dim, lse, kv_scale: as for `verify_attention`.
 
     Returns:
         [bs, heads, v_head_dim] in q's dtype; a request without slots gives 0 (lse -inf).
@@ -112,10 +119,22 @@ def decode_attention(
     out = q.new_empty(q.shape[0], q.shape[1], v_head_dim)
     bounds = kv_indptr.tolist()
     for b, (begin, end) in enumerate(itertools.pairwise(bounds)):
-        keys = cache.index_select(0, kv_indices[begin:end]).to(dtype)
+        keys = _gather(cache, kv_indices[begin:end], dtype, kv_scale)
         row = slice(b, b + 1)
         _attend(q[row], keys, None, scale, out[row], _part(lse, row))
     return out
+
+
+def _gather(
+    cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype, kv_scale: float
+) -> torch.Tensor:
+    """[len(slots), D] keys."""
+    rows = cache.index_select(0, slots)
+    if is_fp8(cache):
+        return dequantize_kv(rows, kv_scale, dtype)
+    if kv_scale != 1.0:
+        raise ValueError(f"kv_scale is {kv_scale}, but the cache is {cache.dtype}; want 1")
+    return rows.to(dtype)
 
 
 def _part(tensor: torch.Tensor | None, rows: slice) -> torch.Tensor | None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .accept import Accepted
+from .kv_fp8 import is_fp8
 
 
 def kv_relocate(
@@ -41,8 +42,10 @@ def kv_relocate(
     for buffer in buffers:
         if lowest < 0 or highest >= buffer.shape[0]:
             raise IndexError(f"slots {lowest}..{highest} in a buffer of {buffer.shape[0]}")
-    read = [buffer.index_select(0, src_slots) for buffer in buffers]
-    for buffer, values in zip(buffers, read, strict=True):
+    # torch cannot write rows of 8-bit floats by index; their bytes it can.
+    as_bytes = [buffer.view(torch.uint8) if is_fp8(buffer) else buffer for buffer in buffers]
+    read = [buffer.index_select(0, src_slots) for buffer in as_bytes]
+    for buffer, values in zip(as_bytes, read, strict=True):
         buffer.index_copy_(0, dst_slots, values)
 
 

@@ -32,6 +32,21 @@ def test_relocation(seed: int) -> None:
     op_checks.check_relocation("cpu", seed, layers=2, slots=50, moves=30)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8])
+def test_relocation_in_an_fp8_cache(dtype: torch.dtype) -> None:
+    """Rows of 576 bytes, NaN among them, as SGLang's pool holds them and as it hands them out."""
+    generator = torch.Generator().manual_seed(11)
+    want = torch.randint(0, 256, (3, 40, 1, 576), dtype=torch.uint8, generator=generator)
+    pool = want.clone()
+    sources, targets = torch.randperm(40, generator=generator)[:24].view(2, 12)
+    sources[5:9] = targets[4:8]  # a chain
+    reference.kv_relocate(list(want), sources, targets)
+    table = ops.LayerTable([layer.view(dtype) for layer in pool])
+    assert table.row_bytes == 576
+    ops.kv_relocate(table, sources, targets)
+    assert torch.equal(pool, want)
+
+
 def test_a_slot_outside_is_reported() -> None:
     pool = [torch.zeros(5, 8, dtype=torch.int16)]
     slots = torch.tensor([1]), torch.tensor([5])

@@ -109,7 +109,9 @@ def test_a_permutation_of_a_whole_pool(library: KernelLibrary, moves: int) -> No
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("moves", "row_bytes"), [(1000, 1152), (4096, 1152), (8192, 48)])
+@pytest.mark.parametrize(
+    ("moves", "row_bytes"), [(1000, 1152), (4096, 1152), (4096, 576), (8192, 48)]
+)
 def test_as_many_moves_as_a_launch_takes(
     library: KernelLibrary, moves: int, row_bytes: int
 ) -> None:
