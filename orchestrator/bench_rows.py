@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from overstory.orchestrator.errors import UserFault
-from overstory.workers.tree_policy import TreePolicy
+from overstory.workers.tree_policy import AutoPolicy, parse_policy
 
 
 class BenchError(UserFault):
@@ -61,7 +61,7 @@ def parse_settings(
         BenchError: an option is not what it should be.
     """
     try:
-        policies = tuple(str(TreePolicy.parse(part)) for part in modes.split(","))
+        policies = tuple(str(parse_policy(part)) for part in modes.split(","))
     except ValueError as error:
         raise BenchError(f"--modes: {error}") from error
     if len(set(policies)) != len(policies):
@@ -114,19 +114,27 @@ def counted(
 ) -> dict[str, Any]:
     """What ranks counted under `mode` between two snapshots (`StepStats.snapshot`), added up.
 
+    An automatic mode's steps are counted under the policies that it chose: all of them, and
+    `choices` has the forwards of each.
+
     Args:
         before, after: one snapshot for each rank looked at, in the same order.
     """
     total: dict[str, Any] = dict.fromkeys(_SUMS, 0) | {name: [] for name in _DEPTHS}
+    choices: dict[str, int] = {}
     for earlier, later in zip(before, after, strict=True):
-        old = earlier["verify"].get(mode, {})
-        new = later["verify"].get(mode, {})
-        for name in _SUMS:
-            total[name] += new.get(name, 0) - old.get(name, 0)
-        for name in _DEPTHS:
-            total[name] = _add(total[name], new.get(name, []), 1)
-            total[name] = _add(total[name], old.get(name, []), -1)
-    return total
+        chosen = later["verify"] if isinstance(parse_policy(mode), AutoPolicy) else (mode,)
+        for policy in chosen:
+            old = earlier["verify"].get(policy, {})
+            new = later["verify"].get(policy, {})
+            for name in _SUMS:
+                total[name] += new.get(name, 0) - old.get(name, 0)
+            for name in _DEPTHS:
+                total[name] = _add(total[name], new.get(name, []), 1)
+                total[name] = _add(total[name], old.get(name, []), -1)
+            forwards = new.get("forwards", 0) - old.get("forwards", 0)
+            choices[policy] = choices.get(policy, 0) + forwards
+    return total | {"choices": {policy: count for policy, count in choices.items() if count}}
 
 
 def _add(left: Sequence[int], right: Sequence[int], sign: int) -> list[int]:
@@ -146,7 +154,7 @@ def summarise(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     `plain` of the same cell; `tokens_per_forward` is tokens per request and target forward;
     `ms_per_step` is wall time per target forward, prefill and HTTP included; `accepted_by_depth` is
     the share of drafts whose accepted path reached depth 1, 2, ...; `ttft_ms` is the median time to
-    a request's first text.
+    a request's first text; `choices` counts forwards by the policy that they ran under.
     """
     cells: dict[tuple[str, int, float], list[Sample]] = {}
     for sample in samples:
@@ -185,7 +193,17 @@ def _row(group: Sequence[Sample]) -> dict[str, Any]:
         "requests": sum(len(sample.answers) for sample in group),
         "tokens": sum(sample.tokens for sample in group),
         "forwards": forwards,
+        "choices": _choices(group),
     }
+
+
+def _choices(group: Sequence[Sample]) -> dict[str, int]:
+    """Forwards by the policy that they ran under."""
+    total: dict[str, int] = {}
+    for sample in group:
+        for policy, count in sample.counters.get("choices", {}).items():
+            total[policy] = total.get(policy, 0) + count
+    return total
 
 
 def render_rows(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -33,7 +33,7 @@ from overstory.orchestrator.lease import Command, LeaseRefused, StaleEpoch
 from overstory.orchestrator.rank_directory import RankGone
 from overstory.workers.death_note import EXIT_DIVERGED
 from overstory.workers.digest import explain_difference
-from overstory.workers.tree_policy import TreePolicy
+from overstory.workers.tree_policy import parse_policy
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class Controller:
             changes.
             TimeoutError: a replica does not say whether it has room; nothing changes.
         """
-        TreePolicy.parse(policy)
+        parse_policy(policy)
         checked = []
         for name in self._state.leased():
             with contextlib.suppress(RankGone):  # Whoever steers it finds out too.

@@ -19,7 +19,7 @@ from overstory.orchestrator.plan import check_models
 from overstory.orchestrator.progress import Progress
 from overstory.orchestrator.spec import DeploymentSpec, load_spec
 from overstory.orchestrator.state import DeploymentRecord
-from overstory.workers.tree_policy import TreePolicy
+from overstory.workers.tree_policy import Policy, TreePolicy
 
 PROMPT = '''def binary_search(items, wanted):
     """Index of wanted in the sorted list items, or -1."""
@@ -40,9 +40,9 @@ def _spec(file: Path, device: str) -> DeploymentSpec:
     return load_spec(file)
 
 
-def _show_gain(record: DeploymentRecord, started_with: TreePolicy) -> None:
+def _show_gain(record: DeploymentRecord, started_with: Policy) -> None:
     """Measures plain decoding against the deployment's policy on held-out prompts, prints both."""
-    if started_with.mode == "plain":
+    if started_with == TreePolicy("plain"):
         print(
             "Nothing to compare: this deployment does not speculate (no drafter, or tree.budget 0)."
         )
@@ -68,7 +68,7 @@ def _show_gain(record: DeploymentRecord, started_with: TreePolicy) -> None:
     )
 
 
-def _present(record: DeploymentRecord, policy: TreePolicy, seconds: float) -> None:
+def _present(record: DeploymentRecord, policy: Policy, seconds: float) -> None:
     """Completes, measures and says what can be done next."""
     print(f"\nReady after {seconds:.0f} s. A completion, streamed through the endpoint:\n")
     print(PROMPT, end="", flush=True)
@@ -90,7 +90,7 @@ def demo(file: Path, device: str) -> None:
         UserFault: something of it could not be done, or it was interrupted once it was up.
     """
     spec = _spec(file, device)
-    policy = check_models(spec).policy
+    policy = check_models(spec).rule
     progress = Progress(sys.stdout)
     record = deploy(spec, progress, DEPLOY_TIMEOUT_S)
     try:

@@ -21,7 +21,7 @@ from overstory.orchestrator.spec import DeploymentSpec
 from overstory.workers.ddtree import server_fields
 from overstory.workers.environment import cpu_engine_defaults
 from overstory.workers.tiny.paths import resolve_model
-from overstory.workers.tree_policy import TreePolicy, policy_from_budget
+from overstory.workers.tree_policy import AutoPolicy, Policy, TreePolicy, policy_from_budget
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,11 @@ class EngineSettings:
     Attributes:
         target, drafter: the models; `drafter` is None for plain decoding only.
         server_args: `ServerArgs` fields, all that differ from SGLang's defaults.
-        policy: tree policy that ranks start with, also the largest that they have room for
-            (room for a chain is always kept where there is a drafter).
+        policy: largest tree policy that ranks have room for (room for a chain is always kept where
+            there is a drafter).
         stand_ins: models whose folders are not here and whose published shapes were taken, one
             line each.
+        automatic: each step's policy is chosen.
     """
 
     target: TargetFacts
@@ -42,6 +43,16 @@ class EngineSettings:
     server_args: dict[str, Any]
     policy: TreePolicy
     stand_ins: tuple[str, ...] = ()
+    automatic: bool = False
+
+    @property
+    def rule(self) -> Policy:
+        """What ranks start with: `policy`, or the choice among all up to it."""
+        if not self.automatic:
+            return self.policy
+        assert self.drafter is not None, "an automatic policy has a drafter"
+        nodes = self.policy.drafted_nodes(self.drafter.block_size)
+        return AutoPolicy(nodes if nodes < self.drafter.block_size - 1 else None)
 
 
 def _read_models(
@@ -95,4 +106,5 @@ def resolve_engine(spec: DeploymentSpec, published: bool = False) -> EngineSetti
     if drafter is not None:
         policy = policy_from_budget(spec.tree.budget, drafter.block_size, spec.tree.spine_first)
         fields |= server_fields(policy, drafter.block_size, drafter.path)
-    return EngineSettings(target, drafter, fields, policy, stand_ins)
+    automatic = spec.tree.policy == "auto"
+    return EngineSettings(target, drafter, fields, policy, stand_ins, automatic)

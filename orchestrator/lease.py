@@ -64,7 +64,7 @@ class Lease:
         epoch: of the controller that grants it, as `LeaseLedger.attach` gave it.
         seq: 1, 2, 3, ... within the epoch.
         steps: batches that may be launched, at least 1.
-        policy: tree policy by name.
+        policy: tree policy by name: a fixed one, or ``auto`` or ``auto<=N``.
         commands: carried out at the boundary where the lease begins.
         supersede: begin at the next boundary, whatever the present lease has left.
     """

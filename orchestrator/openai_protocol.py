@@ -194,6 +194,9 @@ class GenerationRequest(Strict):
     ignore_eos: bool = False
     """Go on past the model's end tokens, to max_tokens (for load tests)."""
 
+    speculate: bool = True
+    """False has nothing drafted for this request: the same text, a token at a time."""
+
     skip_special_tokens: bool = True
     """Leave the model's special tokens out of the text."""
 

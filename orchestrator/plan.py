@@ -64,7 +64,7 @@ class Plan:
         """Plain data, for `--json`. Memory in bytes."""
         return {
             "deployment": self.spec.model_dump(),
-            "policy": str(self.settings.policy),
+            "policy": str(self.settings.rule),
             "engine": self.settings.server_args,
             "memory_per_rank": dataclasses.asdict(self.memory) | {"total": self.memory.total},
             "longest_context": [

@@ -75,7 +75,7 @@ def render_plan(plan: Plan) -> str:
         f"Deployment {spec.name}: {spec.model} as {spec.served_model_name!r}",
         f"Drafter    {spec.drafter or 'none'}"
         + (f" (block size {drafter.block_size})" if drafter else ""),
-        f"Policy     {plan.settings.policy}",
+        f"Policy     {plan.settings.rule}",
         f"Endpoint   {spec.gateway.url}"
         f"  ({spec.gateway.max_concurrent_requests} sequences per replica, "
         f"{spec.gateway.max_queued_requests} requests waiting)",

@@ -11,6 +11,18 @@ from overstory.orchestrator.rank_group import RankPlan
 from overstory.orchestrator.replica_health import HealthLimits
 from overstory.orchestrator.spec import DeploymentSpec
 from overstory.workers.ddtree import POLICY_ENV
+from overstory.workers.policy import FLOOR_ENV, MEASURE_SECONDS_ENV
+
+
+def policy_environment(spec: DeploymentSpec) -> dict[str, str]:
+    """Environment of the ranks: their first tree policy, and what an automatic one needs."""
+    rule = {POLICY_ENV: str(resolve_engine(spec).rule)}
+    if spec.tree.policy == "fixed":
+        return rule
+    return rule | {
+        MEASURE_SECONDS_ENV: str(spec.tree.measure_s),
+        FLOOR_ENV: str(spec.tree.acceptance_floor),
+    }
 
 
 def rank_plan(spec: DeploymentSpec, replica: str, nodes: int = 1) -> RankPlan:
@@ -26,7 +38,7 @@ def rank_plan(spec: DeploymentSpec, replica: str, nodes: int = 1) -> RankPlan:
         gpus_per_rank=resources.gpus,
         threads=resources.threads,
         bundles=tuple(rank // per_node for rank in range(spec.tp_size)),
-        environment={POLICY_ENV: str(resolve_engine(spec).policy)},
+        environment=policy_environment(spec),
         lease_timeout_s=spec.control.lease_timeout_s,
         unresponsive_s=spec.control.unresponsive_s,
     )

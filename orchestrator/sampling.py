@@ -10,6 +10,7 @@ import secrets
 from dataclasses import dataclass, replace
 
 from overstory.workers.ddtree import EARLIER_OUTPUT
+from overstory.workers.policy import OPT_OUT
 
 SEED_LIMIT = 2**31
 """Seeds are in [0, 2**31): SGLang carries them in tensors of 32-bit integers."""
@@ -27,6 +28,7 @@ class Sampling:
         against tokens of the output, 0, 0 and 1 for none. min_new_tokens: no end token before that
         many. constraint: ("json_schema", "regex", "ebnf" or "structural_tag", its text), which the output must fit.
         earlier_output: how many of the prompt's last tokens are output of this sequence.
+        speculate: false has nothing drafted for it; the text is the same.
     """
 
     seed: int
@@ -44,6 +46,7 @@ class Sampling:
     min_new_tokens: int = 0
     constraint: tuple[str, str] | None = None
     earlier_output: int = 0
+    speculate: bool = True
 
     def engine_params(self) -> dict[str, object]:
         """The fields under the names of SGLang's `SamplingParams`
@@ -68,8 +71,13 @@ class Sampling:
         if self.constraint is not None:
             kind, text = self.constraint
             params[kind] = text
+        custom: dict[str, object] = {}
         if self.earlier_output:
-            params["custom_params"] = {EARLIER_OUTPUT: self.earlier_output}
+            custom[EARLIER_OUTPUT] = self.earlier_output
+        if not self.speculate:
+            custom[OPT_OUT] = False
+        if custom:
+            params["custom_params"] = custom
         return params
 
     def after(self, committed: int) -> "Sampling":

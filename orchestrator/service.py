@@ -368,5 +368,6 @@ def _sampling(
         presence_penalty=request.presence_penalty,
         repetition_penalty=request.repetition_penalty,
         min_new_tokens=request.min_tokens,
+        speculate=request.speculate,
         constraint=constraint,
     )

@@ -44,6 +44,19 @@ class TreeSpec(_Section):
     chain, any other number a best-first tree of that many nodes. It is also the most that a tree
     policy set later may use."""
 
+    policy: Literal["fixed", "auto"] = "fixed"
+    """`fixed`: every step drafts `budget` nodes. `auto`: each step takes plain, the chain or a tree
+    of at most `budget` nodes, whichever gives most tokens per millisecond by a cost table that is
+    measured when a replica starts."""
+
+    measure_s: float = Field(default=10.0, gt=0, le=600)
+    """Seconds that measuring the cost table may take at a replica's first start on a machine; later
+    ones find it in `~/.cache/overstory`. Only with `policy: auto`."""
+
+    acceptance_floor: float = Field(default=0.05, ge=0, lt=1)
+    """With `policy: auto`, a drafter of whose best first guesses a smaller share is accepted is
+    switched off with a warning and tried again later; 0 never does."""
+
     spine_first: bool = False
     """Keep the drafter's single most likely chain whole and spend the rest of the budget on
     branches, instead of taking nodes purely by path probability."""
@@ -261,6 +274,12 @@ class DeploymentSpec(_Section):
             raise ValueError(
                 f"drafter is missing but tree.budget is {self.tree.budget}; "
                 "name a drafter or set tree.budget: 0"
+            )
+        if self.tree.policy == "auto" and (self.tree.budget == 0 or self.tree.spine_first):
+            raise ValueError(
+                "tree.policy: auto chooses best-first trees of at most tree.budget nodes; got "
+                f"tree.budget: {self.tree.budget}, tree.spine_first: {self.tree.spine_first}; "
+                "give it a budget and no spine_first, or set tree.policy: fixed"
             )
         return self
 

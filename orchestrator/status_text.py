@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from overstory.orchestrator.auto_text import auto_line, policy_at_work
 from overstory.orchestrator.defrag_text import fragmentation_line
 
 
@@ -24,8 +25,10 @@ def _rank_line(rank: dict[str, Any]) -> str:
         parts.append(
             f"{rank['steps_per_s']:.1f} steps/s  {rank.get('tokens_per_s', 0):.1f} tokens/s"
         )
-    if shares := acceptance(rank.get("steps"), str(rank["policy"])):
+    if shares := acceptance(rank.get("steps"), policy_at_work(rank)):
         parts.append(f"accepted by depth, %: {shares}")
+    if chosen := auto_line(rank.get("auto")):
+        parts.append(f"chose {chosen}")
     return "  ".join(parts)
 
 

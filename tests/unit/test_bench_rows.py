@@ -77,6 +77,7 @@ def test_counters_are_differences_added_over_replicas() -> None:
         "tokens": 36,
         "offered_by_depth": [10, 8],
         "accepted_by_depth": [9, 6],
+        "choices": {"chain": 8},
     }
 
 
