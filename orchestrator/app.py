@@ -18,24 +18,47 @@ _UNBOUNDED = 1_000_000
 """Requests that Serve lets through to one process: the gateway's own admission is the limit.
 Serve's default is 5."""
 
+_ONE = 0.01
+"""`rolling_update_percentage` by which Serve replaces one replica at a time (it takes at least one;
+its percentage is a fraction)."""
+
+_GATEWAY_VERSION = "gateway"
+"""Always the same: Serve draws a new one for each hand-over, and would end the gateway that holds
+the clients' connections whenever replicas are to be replaced."""
+
 _QUIET = LoggingConfig(enable_access_log=False)
 
 
-def build_app(spec: DeploymentSpec, nodes_per_replica: int = 1) -> Application:
+def build_app(
+    spec: DeploymentSpec,
+    nodes_per_replica: int = 1,
+    version: str | None = None,
+    surge: bool = False,
+) -> Application:
     """What `serve.run` deploys.
 
-    Args: spec: the deployment. nodes_per_replica: 1 keeps a replica on one node; more cuts it into
-        equal parts, one per node.
+    Args:
+        spec: the deployment.
+        nodes_per_replica: 1 keeps a replica on one node; more cuts it into equal parts, one per
+            node.
+        version: of the replicas; another one than before replaces each of them. Unset: a new one.
+        surge: replace a replica only once its successor runs, beside it, instead of ending it
+            first.
     """
-    replicas = replica_deployment(Replica, spec, nodes_per_replica)
+    replicas = replica_deployment(Replica, spec, nodes_per_replica, version, surge)
     return with_gateway(spec, replicas.bind(spec, nodes_per_replica))
 
 
 def replica_deployment(
-    replica: type, spec: DeploymentSpec, nodes_per_replica: int = 1
+    replica: type,
+    spec: DeploymentSpec,
+    nodes_per_replica: int = 1,
+    version: str | None = None,
+    surge: bool = False,
 ) -> Deployment:
-    """A class with the methods of `Replica` under Serve's settings of a replica."""
-    return serve.deployment(
+    """A class with the methods of `Replica` under Serve's settings of a replica; the rest is as for
+    `build_app`."""
+    deployment = serve.deployment(
         replica,
         name="Replica",
         num_replicas=spec.replicas,
@@ -49,8 +72,11 @@ def replica_deployment(
         graceful_shutdown_wait_loop_s=0.5,
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),
         max_constructor_retry_count=1,
+        rolling_update_percentage=_ONE,
+        max_surge_percent=1 if surge else 0,  # Serve rounds up: one replica
         logging_config=_QUIET,
     )
+    return deployment.options(version=version, _internal=True)
 
 
 def with_gateway(spec: DeploymentSpec, replicas: Application) -> Application:
@@ -66,7 +92,8 @@ def with_gateway(spec: DeploymentSpec, replicas: Application) -> Application:
         graceful_shutdown_wait_loop_s=0.5,
         logging_config=_QUIET,
     )
-    return gateway.bind(spec, replicas)
+    pinned = gateway.options(version=_GATEWAY_VERSION, _internal=True)
+    return pinned.bind(spec, replicas)
 
 
 def http_options(spec: DeploymentSpec) -> dict[str, Any]:

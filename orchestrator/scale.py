@@ -1,13 +1,19 @@
-"""`overstory scale`: another number of replicas; those that stay are not touched."""
+"""`overstory scale`: another number of replicas; those that stay are not touched.
 
+What runs on a replica that Serve takes away goes on on another: the gateway moves it
+(`replica_board`).
+"""
+
+import contextlib
 import dataclasses
 import time
 
 from overstory.orchestrator import cluster, serving
-from overstory.orchestrator.control import connected
+from overstory.orchestrator.control import ControlError, ask_controller, connected
 from overstory.orchestrator.errors import UserFault
 from overstory.orchestrator.plan import make_plan
 from overstory.orchestrator.progress import Progress, describe_ranks
+from overstory.orchestrator.restart import refuse_if_changing, with_finished_restart
 from overstory.orchestrator.spec import DeploymentSpec, parse_spec
 from overstory.orchestrator.state import DeploymentRecord, changing_state
 
@@ -23,18 +29,23 @@ def scale(name: str | None, replicas: int, progress: Progress, timeout_s: float)
 
     Raises:
         ScaleError: not a number of replicas, or not reached in time.
+        RestartError: the deployment is being changed already.
         PlanError: no room for the new ones.
     """
     if replicas < 1:
         raise ScaleError(f"replicas: got {replicas}, wanted at least 1; `overstory down` ends all")
     with connected(name) as record:
         serving.quiet_serve_logs()
+        record = with_finished_restart(record)
+        refuse_if_changing(record.name)
         spec = parse_spec(record.spec)
         more = replicas - spec.replicas
         if more > 0:
             wanted = spec.model_copy(update={"replicas": more})
             make_plan(wanted, cluster.ray_inventory())
         progress.tell("placement", f"{spec.replicas} -> {replicas} replicas")
+        with contextlib.suppress(ControlError):  # Without a controller nothing was given up.
+            ask_controller(record.name, "asked_for", replicas)
         serving.set_replicas(record.name, replicas)
         _remember(record, spec, replicas)
         _await_replicas(record.name, replicas, spec.tp_size, progress, timeout_s)

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve import Application
 from ray.serve._private.common import DeploymentID
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -110,10 +111,19 @@ def why_not_bindable(host: str, port: int) -> str | None:
 def start_app(spec: DeploymentSpec, nodes_per_replica: int) -> None:
     """Hands the application to Serve and returns; Serve brings it up meanwhile."""
     serve.start(proxy_location="HeadOnly", http_options=http_options(spec))
+    _hand_over(spec, build_app(spec, nodes_per_replica))
+
+
+def roll(spec: DeploymentSpec, nodes_per_replica: int, version: str, surge: bool) -> None:
+    """Has Serve replace, one after another, the replicas of another version; returns at once."""
+    _hand_over(spec, build_app(spec, nodes_per_replica, version, surge))
+
+
+def _hand_over(spec: DeploymentSpec, app: Application) -> None:
     serve.run_many(
         [
             serve.RunTarget(
-                build_app(spec, nodes_per_replica),
+                app,
                 name=spec.name,
                 route_prefix="/",
                 external_scaler_enabled=True,  # for `set_replicas`
@@ -134,13 +144,32 @@ def set_replicas(name: str, replicas: int) -> None:
     ray.get(client._controller.update_deployment_replicas.remote(target, replicas), timeout=60)
 
 
-def drop_replica(name: str) -> None:
-    """Has Serve want one replica fewer than it does; nothing to do where it wants none."""
+def _replica_details(name: str) -> dict[str, Any]:
+    """Serve's own details of an application's replicas."""
     details = ray.get(
         serve.context._get_global_client()._controller.get_serve_instance_details.remote(),
         timeout=60,
     )
-    wanted = details["applications"][name]["deployments"]["Replica"]["target_num_replicas"]
+    found: dict[str, Any] = details["applications"][name]["deployments"]["Replica"]
+    return found
+
+
+def replica_states(name: str) -> dict[str, str]:
+    """State of each replica that Serve has not forgotten, by the replica's own name."""
+    return {
+        row["replica_id"]: str(getattr(row["state"], "value", row["state"]))
+        for row in _replica_details(name)["replicas"]
+    }
+
+
+def waits_for_room(name: str) -> bool:
+    """Whether a placement group of the application's replicas finds no place at the moment."""
+    return any(row["state"] == "PENDING" for row in _groups(name))
+
+
+def drop_replica(name: str) -> None:
+    """Has Serve want one replica fewer than it does; nothing to do where it wants none."""
+    wanted = _replica_details(name)["target_num_replicas"]
     if wanted > 0:
         set_replicas(name, wanted - 1)
 
@@ -229,12 +258,12 @@ def _sweep_nodes() -> None:
 
 def _placement_groups(name: str) -> list[str]:
     """Placement groups of the application's replicas that Ray still holds (Serve names them)."""
+    return [row["placement_group_id"] for row in _groups(name) if row["state"] != "REMOVED"]
+
+
+def _groups(name: str) -> list[Mapping[str, Any]]:
     table = ray.util.placement_group_table()
-    return [
-        row["placement_group_id"]
-        for row in table.values()
-        if row["state"] != "REMOVED" and f"{name}#Replica#" in str(row["name"])
-    ]
+    return [row for row in table.values() if f"{name}#Replica#" in str(row["name"])]
 
 
 def remove_serve() -> None:

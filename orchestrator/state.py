@@ -41,6 +41,9 @@ class DeploymentRecord:
     serve_started: bool = False
     """Whether Serve was started for it, so that it may be shut down with the last deployment."""
 
+    restart: dict[str, Any] | None = None
+    """A rolling restart that has begun and was not seen to end (`restart.Begun`)."""
+
 
 @dataclass
 class State:

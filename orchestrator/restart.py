@@ -1,0 +1,238 @@
+"""`overstory restart`: every replica replaced, one after another, while the others serve.
+
+Serve's own rolling update does the work; here is decided what it is told: whether a successor
+starts beside its predecessor (where a replica's resources are free) or in its place, and a version
+of its own for each restart, for an application that is handed over unchanged restarts nothing.
+Serve counts a replica as running once it has generated, and takes the old one out only then
+(beside) or before (in place). The gateway sees a replica leave and moves its sequences
+(`replica_board`).
+
+A restart belongs to Serve: one whose command was interrupted goes on, `--follow` watches it.
+"""
+
+import dataclasses
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from overstory.orchestrator import cluster, serving
+from overstory.orchestrator.control import connected
+from overstory.orchestrator.plan import PlanError, check_models, make_plan
+from overstory.orchestrator.progress import Progress, describe_ranks, failure_text
+from overstory.orchestrator.replica_setup import bundles
+from overstory.orchestrator.restart_rules import (
+    Replaced,
+    RestartError,
+    RestartProgress,
+    changed_settings,
+    refuse_changes,
+)
+from overstory.orchestrator.spec import DeploymentSpec, parse_spec
+from overstory.orchestrator.state import DeploymentRecord, changing_state
+
+_POLL_S = 0.5
+_ROOM_S = 30.0
+"""How long a successor may wait for room that was free when the restart began."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A restart as it is remembered: `old` replicas are to go, `spec` is what their successors
+    get."""
+
+    version: str
+    old: list[str]
+    spec: dict[str, Any]
+    nodes_per_replica: int
+    surge: bool
+
+
+def restart(
+    name: str | None, wanted: DeploymentSpec | None, progress: Progress, timeout_s: float
+) -> list[Replaced]:
+    """Replaces every replica and waits until that is done.
+
+    Args:
+        name: which deployment; the only one if not given.
+        wanted: its new settings; None keeps the old.
+        progress: told what happens.
+        timeout_s: longest that nothing may happen: for one replica to come up.
+
+    Raises:
+        RestartError: refused (the state is untouched), or stopped at a replica that failed.
+        PlanError: the model or drafter cannot be used.
+    """
+    with connected(name) as record:
+        serving.quiet_serve_logs()
+        record = with_finished_restart(record)
+        spec = parse_spec(record.spec)
+        wanted = wanted or spec
+        if wanted.name != record.name:
+            raise RestartError(
+                f"name: the file is of deployment {wanted.name!r}, not of {record.name!r}"
+            )
+        refuse_changes(spec, wanted)
+        check_models(wanted)
+        refuse_if_changing(record.name)
+        begun = _plan(record, spec, wanted)
+        _write(record.name, {"restart": dataclasses.asdict(begun)})
+        for line in changed_settings(spec, wanted):
+            progress.tell("placement", line)
+        progress.tell("placement", _manner(begun.surge))
+        serving.roll(wanted, begun.nodes_per_replica, begun.version, begun.surge)
+        return _follow(record.name, begun, progress, timeout_s)
+
+
+def follow(name: str | None, progress: Progress, timeout_s: float) -> list[Replaced]:
+    """Watches a restart whose command was interrupted, to its end.
+
+    Raises:
+        RestartError: none was left; else as `restart`.
+    """
+    with connected(name) as record:
+        serving.quiet_serve_logs()
+        if record.restart is None:
+            raise RestartError(f"no restart of {record.name} is under way")
+        return _follow(record.name, Begun(**record.restart), progress, timeout_s)
+
+
+def with_finished_restart(record: DeploymentRecord) -> DeploymentRecord:
+    """The record, after a restart that nobody saw to its end."""
+    if record.restart is None:
+        return record
+    begun, app = Begun(**record.restart), serving.app_status(record.name)
+    if app is None or app.status != "RUNNING":
+        return record
+    if set(begun.old) & set(serving.replica_states(record.name)):
+        return record
+    return _write(record.name, _finished(begun))
+
+
+def refuse_if_changing(name: str) -> None:
+    """Refuses where Serve is still at work on the deployment.
+
+    Raises:
+        RestartError: a restart, a change of the number of replicas or a start is under way, or
+            there is nothing to change.
+    """
+    app = serving.app_status(name)
+    if app is None:
+        raise RestartError(f"{name} is not running; `overstory deploy` it")
+    if app.status == "DEPLOYING" or (not app.failed and _moving(app.replicas.get("Replica", {}))):
+        raise RestartError(
+            f"{name} is being changed already (replicas: "
+            f"{dict(app.replicas.get('Replica', {})) or 'none'}): a restart, another number of "
+            "replicas, or a replica that is replaced. Wait for it; `overstory restart --follow` "
+            "watches a restart that was begun from here"
+        )
+
+
+def _moving(states: Any) -> bool:
+    return any(count and state != "RUNNING" for state, count in dict(states).items())
+
+
+def _manner(surge: bool) -> str:
+    if surge:
+        return "a replica's resources are free: each successor starts beside its predecessor"
+    return "no room for one more replica: each is drained first, its successor takes its place"
+
+
+def _plan(record: DeploymentRecord, spec: DeploymentSpec, wanted: DeploymentSpec) -> Begun:
+    """Beside or in place: by what is free now."""
+    nodes = cluster.ray_inventory()
+    surge, nodes_per_replica = True, record.nodes_per_replica
+    try:
+        plan = make_plan(wanted.model_copy(update={"replicas": 1}), nodes)
+        nodes_per_replica = plan.nodes_per_replica
+    except PlanError as error:
+        surge = False
+        _refuse_to_grow(spec, wanted, record.nodes_per_replica, error)
+    return Begun(
+        version=uuid.uuid4().hex[:12],
+        old=sorted(serving.replica_states(record.name)),
+        spec=wanted.model_dump(),
+        nodes_per_replica=nodes_per_replica,
+        surge=surge,
+    )
+
+
+def _refuse_to_grow(
+    spec: DeploymentSpec, wanted: DeploymentSpec, nodes_per_replica: int, error: PlanError
+) -> None:
+    """In place, a successor gets what its predecessor frees: more would be waited for for ever."""
+    freed, needed = bundles(spec, nodes_per_replica), bundles(wanted, nodes_per_replica)
+    for was, now in zip(freed, needed, strict=True):
+        for resource, amount in now.items():
+            if amount > was.get(resource, 0.0):
+                raise RestartError(
+                    f"resources: a new replica needs {amount:g} {resource} where an old one frees "
+                    f"{was.get(resource, 0.0):g}, and there is no room beside it: {error}"
+                ) from error
+
+
+def _follow(name: str, begun: Begun, progress: Progress, timeout_s: float) -> list[Replaced]:
+    wanted = parse_spec(begun.spec)
+    seen = RestartProgress(frozenset(begun.old), wanted.replicas, time.monotonic())
+    surge = begun.surge
+    try:
+        while True:
+            _look(name, seen, wanted, progress)
+            if seen.done:
+                break
+            still_s = seen.still_s(time.monotonic())
+            if surge and still_s > _ROOM_S and serving.waits_for_room(name):
+                surge = False
+                progress.tell("placement", "the room is gone; " + _manner(surge))
+                serving.roll(wanted, begun.nodes_per_replica, begun.version, surge)
+            if still_s > timeout_s:
+                raise RestartError(
+                    f"nothing happened for {timeout_s:.0f} s: {seen.describe()}. Serve goes on; "
+                    "`overstory restart --follow` watches it"
+                )
+            time.sleep(_POLL_S)
+    except (KeyboardInterrupt, SystemExit) as interrupt:  # Ray turns SIGTERM into SystemExit.
+        raise RestartError(
+            f"interrupted: {seen.describe()}. Serve goes on; `overstory restart --follow` "
+            "watches it"
+        ) from interrupt
+    _write(name, _finished(begun))
+    progress.tell("first token", f"all {wanted.replicas} replicas are new")
+    return seen.replaced
+
+
+def _look(name: str, seen: RestartProgress, wanted: DeploymentSpec, progress: Progress) -> None:
+    """Takes in how things are.
+
+    Raises:
+        RestartError: Serve has stopped at a replica that failed.
+    """
+    known = len(seen.replaced)
+    seen.look(serving.replica_states(name), time.monotonic())
+    for one in seen.replaced[known:]:
+        progress.tell("first token", f"replica {one.name} took over after {one.seconds:.1f} s")
+    app = serving.app_status(name)
+    if app is None:
+        raise RestartError(f"{name} was taken down meanwhile")
+    if app.status == "DEPLOY_FAILED":
+        _write(name, {"restart": None})
+        left = dict(app.replicas.get("Replica", {}))
+        raise RestartError(
+            f"stopped at a replica that failed ({seen.describe()}; serving on: {left or 'none'}). "
+            "Those that are old keep the old settings. `overstory restart` without a file goes "
+            "back to those; with a better file it goes on.\n" + failure_text(app.message)
+        )
+    if not seen.done:
+        phase, _ = describe_ranks(serving.ask_ranks(name, "phase", 2.0), wanted.replicas)
+        progress.tell(phase, seen.describe())
+
+
+def _finished(begun: Begun) -> dict[str, Any]:
+    return {"spec": begun.spec, "nodes_per_replica": begun.nodes_per_replica, "restart": None}
+
+
+def _write(name: str, changes: dict[str, Any]) -> DeploymentRecord:
+    with changing_state() as state:
+        changed = dataclasses.replace(state.deployments[name], **changes)
+        state.deployments[name] = changed
+        return changed
