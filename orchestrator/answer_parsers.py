@@ -268,7 +268,10 @@ class ParserSettings:
                 choice, parallel_tool_calls=request.parallel_tool_calls, thinking_mode=False
             )
             if found is not None and found[0] == "structural_tag":
-                return ("structural_tag", _tag_text(found[1])), native
+                tag = _tag(found[1])
+                if not request.parallel_tool_calls:
+                    _stop_after_one(tag)
+                return ("structural_tag", json.dumps(tag)), native
             if not request.forces_tools or native().detector.parses_required_natively():
                 return None, native
         try:
@@ -380,9 +383,10 @@ def _format(constraint: Constraint) -> dict[str, Any]:
     return inner
 
 
-def _tag_text(tag: Any) -> str:
-    """A structural tag as JSON; the older form, with triggers beside structures, as the newer."""
-    given = tag.model_dump(by_alias=True, exclude_none=True)
+def _tag(tag: Any) -> dict[str, Any]:
+    """A structural tag as JSON has it; the older form, with triggers beside structures, as the
+    newer."""
+    given: dict[str, Any] = tag.model_dump(by_alias=True, exclude_none=True)
     if "structures" in given:
         tags = [
             {
@@ -402,7 +406,20 @@ def _tag_text(tag: Any) -> str:
                 "at_least_one": given["at_least_one"],
             },
         }
-    return json.dumps(given)
+    return given
+
+
+def _stop_after_one(part: Any) -> None:
+    """Make a structural tag end with its first call, in place; SGLang leaves `parallel_tool_calls`
+    to the model."""
+    if isinstance(part, dict):
+        if part.get("type") in ("tags_with_separator", "triggered_tags"):
+            part["stop_after_first"] = True
+        for inner in part.values():
+            _stop_after_one(inner)
+    elif isinstance(part, list):
+        for inner in part:
+            _stop_after_one(inner)
 
 
 def _for_template(tools: Sequence[Any], request: ChatCompletionRequest) -> list[dict[str, Any]]:

@@ -213,6 +213,16 @@ def test_a_forced_call_has_a_grammar_with_every_parser(name: str, choice: Any) -
     assert _plan(ParserSettings(name), tool_choice="none").constraint is None
 
 
+def test_one_call_alone_where_asked_for() -> None:
+    for name in ("kimi_k2", "qwen25", "pythonic"):
+        several = _plan(ParserSettings(name), tool_choice="required").constraint[1]
+        one = _plan(
+            ParserSettings(name), tool_choice="required", parallel_tool_calls=False
+        ).constraint[1]
+        assert several != one
+        assert '"stop_after_first": true' in one or '"maxItems": 1' in one
+
+
 def test_a_grammar_begins_after_the_reasoning() -> None:
     settings = ParserSettings("kimi_k2", "kimi_k2")
     plan = _plan(settings, tool_choice="required")
@@ -260,7 +270,7 @@ def test_the_template_gets_tools_calls_and_answers() -> None:
             seen.update(variables, messages=messages)
             return "x"
 
-        world.service._tokenizer.render_chat = render  # type: ignore[method-assign]
+        world.service.tokenizer.render_chat = render  # type: ignore[method-assign]
         response = await world.chat(
             messages=messages, tools=TOOLS, tool_choice=NAMED, reasoning_effort="low"
         )
