@@ -1,0 +1,64 @@
+"""Pages that are made from the code are up to date, and no page links to what is not there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from overstory.orchestrator import cli_reference, spec_reference
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *ROOT.glob("workers/**/*.md")]
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them; none where there is no page."""
+    found: set[str] = set()
+    if not page.exists():
+        return found
+    for line in page.read_text().splitlines():
+        if line.startswith("#"):
+            title = re.sub(r"[^\w\- ]", "", line.lstrip("#").strip().lower())
+            found.add(title.replace(" ", "-"))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for target in LINK.findall(CODE.sub("", page.read_text())):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        lost = bool(anchor) and there.suffix == ".md" and anchor not in anchors(there)
+        if not there.exists() or lost:
+            broken.append(target)
+    assert broken == []
+
+
+@pytest.mark.parametrize(
+    ("page", "module"), [("cli.md", cli_reference), ("configuration.md", spec_reference)]
+)
+def test_references_are_up_to_date(page: str, module: object) -> None:
+    made = module.reference()  # type: ignore[attr-defined]
+    assert (ROOT / "docs" / page).read_text() == made, (
+        f"run: python -m {module.__name__} > docs/{page}"  # type: ignore[attr-defined]
+    )
+
+
+def test_every_command_is_in_the_reference() -> None:
+    from overstory.orchestrator.cli import app
+
+    text = cli_reference.reference()
+    named = [info.name or info.callback.__name__ for info in app.registered_commands]
+    assert len(named) >= 12
+    assert [name for name in named if f"## overstory {name}" not in text] == []
+
+
+def test_every_setting_is_in_the_reference() -> None:
+    text = spec_reference.reference()
+    for key in ("`tree.budget`", "`gateway.port`", "`control.lease_steps`", "`resources.device`"):
+        assert f"| {key} |" in text
