@@ -1,8 +1,9 @@
 """One engine on one GPU: what it says, then how fast. See engine_session.sh, which starts them.
 
-    engine_runs.py ROLE OUT
+    engine_runs.py ROLE OUT [EARLIER_ROLE...]
 
-Writes OUT/ROLE.json. All roles say their texts side by side; then each is timed alone.
+Writes OUT/ROLE.json. All roles say their texts side by side; then each is timed alone, after those
+that are named (OUT/EARLIER_ROLE.done says that one is through).
 """
 
 from __future__ import annotations
@@ -57,6 +58,12 @@ def turn(lock: Path, alone: bool) -> Iterator[None]:
     with lock.open("a") as held:
         fcntl.flock(held, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         yield
+
+
+def wait_for(out: Path, earlier: list[str]) -> None:
+    """Until the roles that go first are through or have ended."""
+    while not all((out / f"{role}.done").exists() for role in earlier):
+        time.sleep(0.1)
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -234,7 +241,7 @@ def say_steps(engine: Any) -> dict[str, Any]:
     return {"steps": STATS.snapshot()["verify"], "tiers": list(tiers.rows) if tiers else None}
 
 
-def time_short(engine: Any) -> list[dict[str, Any]]:
+def time_short(engine: Any, repeats: int) -> list[dict[str, Any]]:
     """Every policy at 1 and 8 requests, greedy and sampled; repeats taken in turn."""
     from engine_cuda import timed
 
@@ -245,7 +252,7 @@ def time_short(engine: Any) -> list[dict[str, Any]]:
             if temperature:
                 params["sampling_seed"] = 11
             runs: dict[str | None, list[dict[str, float]]] = {}
-            for repeat in range(REPEATS + 1):
+            for repeat in range(repeats + 1):
                 for policy in policies_of(engine):
                     with under(policy):
                         rate = timed(engine, prompts(8)[:conc], params)
@@ -333,13 +340,16 @@ def main() -> None:
             report.attempt("ruled", lambda: say_ruled(engine))
             report.attempt("steps", lambda: say_steps(engine))
     if not role.startswith("fp32"):
+        wait_for(out, sys.argv[3:])
         with turn(lock, alone=True):
             if role.startswith("long"):
                 report.attempt("long_times", lambda: time_long(engine))
             else:
-                report.attempt("times", lambda: time_short(engine))
+                repeats = 1 if role in ("eager", "triton") else REPEATS
+                report.attempt("times", lambda: time_short(engine, repeats))
             if role in ("ours", "dflash"):
                 report.attempt("profile", lambda: profile(engine))
+    (out / f"{role}.done").touch()
     if ours:
         report.attempt("steps_after", lambda: say_steps(engine))
     report.put("seconds", time.monotonic() - begun)

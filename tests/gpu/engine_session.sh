@@ -5,7 +5,7 @@
 #
 # Needs python3 with torch and triton, nvcc, and SGLang on PYTHONPATH; no install of this project.
 # One process per role (engine_runs.py); all start at once and say their texts side by side, then each
-# is timed alone. A role that fails does not stop the others. Into OUT:
+# is timed alone, in the order given. A role that fails does not stop the others. Into OUT:
 #   summary.txt   how each ended, then what engine_compare.py says
 #   results.json  all results
 #   logs.txt      the end of every role's output; build.txt  machine and build
@@ -15,7 +15,7 @@ out=${1:?folder for the results} seconds=${2:?seconds in all}
 shift 2
 roles=("$@")
 [ ${#roles[@]} -gt 0 ] ||
-  roles=(ours eager triton stock dflash long_ours long_triton fp32_triton fp32_stock)
+  roles=(ours stock dflash long_ours long_triton eager triton fp32_triton fp32_stock)
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 python=${PYTHON:-python3}
@@ -58,16 +58,20 @@ trap bundle EXIT
 } >"$out/build.txt" 2>&1 || echo "build FAILED, see build.txt" >>"$out/summary.txt"
 echo "built after $SECONDS s" >>"$out/summary.txt"
 
-run() { # role
-  local path=$work/plugin:$PYTHONPATH begun=$SECONDS
-  case $1 in stock | dflash | fp32_stock) path=$PYTHONPATH ;; esac
+run() { # role, roles that are timed before it
+  local path=$work/plugin:$PYTHONPATH begun=$SECONDS role=$1
+  shift
+  case $role in stock | dflash | fp32_stock) path=$PYTHONPATH ;; esac
   # A timed-out role still leaves what it had written.
   PYTHONPATH=$path timeout -k 5 $((seconds - SECONDS - 12)) "$python" "$root/tests/gpu/engine_runs.py" \
-    "$1" "$work/roles" >"$work/roles/$1.txt" 2>&1
-  echo "$1: exit $? after $((SECONDS - begun)) s" >>"$out/summary.txt"
+    "$role" "$work/roles" "$@" >"$work/roles/$role.txt" 2>&1
+  echo "$role: exit $? after $((SECONDS - begun)) s" >>"$out/summary.txt"
+  touch "$work/roles/$role.done"
 }
+earlier=()
 for role in "${roles[@]}"; do
-  run "$role" &
+  run "$role" ${earlier[@]+"${earlier[@]}"} &
+  case $role in fp32*) ;; *) earlier+=("$role") ;; esac
   sleep 0.5 # SGLang picks free ports by trying
 done
 wait
