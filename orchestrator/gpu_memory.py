@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from overstory.orchestrator.model_facts import DrafterFacts, TargetFacts
+from overstory.workers.ddtree.graph_tiers import tier_rows
 
 MIB = 2**20
 
@@ -86,15 +87,24 @@ def logits_bytes(target: TargetFacts, rows: int, tp_size: int) -> float:
     return rows * target.vocab_size * (2.0 / tp_size + 4.0)
 
 
-def graph_bytes(target: TargetFacts, flags: Mapping[str, Any], gpu_bytes: float) -> float:
-    """All captured decode graphs: their nodes, and buffers of the largest (they share them)."""
+def graph_bytes(
+    target: TargetFacts, drafter: DrafterFacts | None, flags: Mapping[str, Any], gpu_bytes: float
+) -> float:
+    """All captured decode graphs: their nodes, and buffers of the largest (they share them).
+
+    With a drafter there is a set for each tier of rows, and one of the drafter's own.
+    """
     tiers = captured_batches(flags, gpu_bytes)
     if not tiers:
         return 0.0
-    rows = max(tiers) * (flags.get("speculative_num_draft_tokens") or 1)
-    tp_size = flags.get("tp_size", 1)
+    most = flags.get("speculative_num_draft_tokens") or 1
+    rows, tp_size = max(tiers) * most, flags.get("tp_size", 1)
+    sets = 1.0
+    if drafter is not None:
+        own = drafter.num_layers / max(1, target.num_layers)
+        sets = len(tier_rows(most, drafter.block_size)) + own
     buffers = layer_bytes(target, rows, tp_size) + logits_bytes(target, rows, tp_size)
-    return len(tiers) * GRAPH_NODES_BYTES + buffers
+    return len(tiers) * sets * GRAPH_NODES_BYTES + buffers
 
 
 def workspace_bytes(

@@ -239,7 +239,7 @@ def estimate_rank(
         kv_tokens=room if tokens is None else tokens,
         request_table=table,
         process=process,
-        graphs=gpu_memory.graph_bytes(target, flags, gpu_bytes),
+        graphs=gpu_memory.graph_bytes(target, drafter, flags, gpu_bytes),
         workspace=gpu_memory.workspace_bytes(target, drafter, flags, gpu_bytes),
         spare=free * (1 - fraction),
     )

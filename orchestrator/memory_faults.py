@@ -6,7 +6,10 @@ from overstory.orchestrator.spec import DeploymentSpec
 
 
 def _smaller_kv(settings: EngineSettings) -> str:
-    cache = settings.server_args.get("kv_cache_dtype", "auto")
+    args = settings.server_args
+    cache = args.get("kv_cache_dtype", "auto")
+    if args.get("attention_backend") == "overstory":
+        return ""  # it computes in bfloat16
     if cache in ("auto", "bfloat16", "bf16"):
         return ", set engine.kv_cache_dtype: fp8_e4m3 (half the bytes)"
     return ""

@@ -148,6 +148,35 @@ def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
+KERNEL_HEADS = (2, 4, 8, 16)
+"""Query heads of a rank that `attention_backend: overstory` is built for."""
+KERNEL_KEY = (512, 64)
+"""Latent and rotary columns of a key that it is built for."""
+
+
+def kernel_faults(target: TargetFacts, tp: int, server_args: dict[str, Any]) -> list[str]:
+    """Why our CUDA attention cannot serve the model so cut; empty if it can or is not asked to."""
+    if server_args.get("attention_backend") != "overstory":
+        return []
+    faults = []
+    heads = target.num_heads // tp
+    if heads not in KERNEL_HEADS:
+        sizes = _divisors(target.num_heads)
+        fitting = [str(size) for size in sizes if target.num_heads // size in KERNEL_HEADS]
+        faults.append(
+            f"engine.attention_backend: overstory takes {', '.join(map(str, KERNEL_HEADS))} heads "
+            f"a rank, tp_size {tp} leaves {heads} of {target.num_heads}; use engine.tp_size "
+            f"{' or '.join(fitting)}, or triton"
+        )
+    key = (target.kv_lora_rank, target.rope_dim)
+    if key != KERNEL_KEY:
+        faults.append(
+            f"engine.attention_backend: overstory takes keys of {KERNEL_KEY[0]} + {KERNEL_KEY[1]} "
+            f"columns, the model has {key[0]} + {key[1]}; use triton"
+        )
+    return faults
+
+
 def length_faults(target: TargetFacts, server_args: dict[str, Any]) -> list[str]:
     """Why the context length cannot be served; empty if it can."""
     context = server_args.get("context_length")
@@ -185,6 +214,7 @@ def model_faults(spec: DeploymentSpec, settings: EngineSettings) -> list[str]:
     ep = settings.server_args.get("ep_size", 1)
     faults = drafter_faults(target, drafter) if drafter else []
     faults += split_faults(target, drafter, spec.tp_size, ep)
+    faults += kernel_faults(target, spec.tp_size, settings.server_args)
     return faults + length_faults(target, settings.server_args)
 
 
@@ -267,6 +297,15 @@ def make_plan(
 
 def _warnings(spec: DeploymentSpec, settings: EngineSettings) -> tuple[str, ...]:
     warnings = [*settings.stand_ins, *port_warnings(spec)]
+    args = settings.server_args
+    backend = args.get("attention_backend")
+    uncaptured = backend == "triton" and args.get("disable_cuda_graph")
+    drafts_on_gpu = args["device"] == "cuda" and settings.drafter is not None
+    if drafts_on_gpu and backend != "overstory" and not uncaptured:
+        warnings.append(
+            "engine.attention_backend: trees on a GPU need overstory, or triton with "
+            f"disable_cuda_graph: true; got {backend or 'none'}, which the engine will refuse"
+        )
     if settings.drafter is not None:
         chain = settings.drafter.block_size - 1
         if 0 < spec.tree.budget < chain:

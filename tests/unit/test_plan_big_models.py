@@ -1,6 +1,7 @@
 """Plans of published models, against what is known of their size."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from overstory.orchestrator.model_facts import (
     drafter_from_config,
     target_from_config,
 )
-from overstory.orchestrator.plan import Plan, check_models, make_plan
+from overstory.orchestrator.plan import Plan, check_models, kernel_faults, make_plan
 from overstory.orchestrator.plan_text import render_plan
 from overstory.orchestrator.quantization import weight_widths
 from overstory.orchestrator.spec import parse_spec
@@ -223,6 +224,36 @@ def test_a_fraction_that_leaves_no_room_for_buffers_is_warned_about() -> None:
     assert any(line.startswith("engine.mem_fraction_static:") for line in plan.warnings)
 
 
+def test_each_number_of_rows_has_its_graphs() -> None:
+    few, many = (planned(cuda_graph_bs_decode=sizes).memory.graphs for sizes in ([32], [1, 32]))
+    # Plain, chain, 16 and 24 rows and the most, and the drafter's 6 layers of 61.
+    assert many - few == pytest.approx((5 + 6 / 61) * gpu_memory.GRAPH_NODES_BYTES)
+
+
+def test_trees_on_a_gpu_without_our_attention_are_warned_about() -> None:
+    assert any("trees on a GPU need overstory" in line for line in planned().warnings)
+    for fine in (
+        {"attention_backend": "overstory"},
+        {"attention_backend": "triton", "disable_cuda_graph": True},
+    ):
+        assert not any("trees on a GPU" in line for line in planned(**fine).warnings)
+
+
+def test_our_attention_takes_some_numbers_of_heads() -> None:
+    ours = {"attention_backend": "overstory"}
+    assert planned(**ours).spec.tp_size == 8
+    said = refused(nodes=8, tp=64, **ours)
+    assert "overstory takes 2, 4, 8, 16 heads a rank, tp_size 64 leaves 1 of 64" in said
+    assert "use engine.tp_size 4 or 8 or 16 or 32, or triton" in said
+
+
+def test_our_attention_takes_the_published_width_of_keys() -> None:
+    target = replace(facts(KIMI), kv_lora_rank=256)
+    args = {"attention_backend": "overstory"}
+    assert "the model has 256 + 64; use triton" in kernel_faults(target, 8, args)[0]
+    assert kernel_faults(target, 8, {}) == []
+
+
 @pytest.mark.parametrize("port", [6379, 8265, 12000])
 def test_ports_that_ray_uses_are_warned_about(port: int) -> None:
     spec = parse_spec({**document(), "gateway": {"port": port}})
@@ -250,7 +281,7 @@ def test_widths_follow_what_a_scheme_leaves_out() -> None:
 
 def test_graphs_cost_nothing_where_there_are_none() -> None:
     flags = {"tp_size": 8, "disable_cuda_graph": True}
-    assert gpu_memory.graph_bytes(facts(KIMI), flags, RTX_PRO_6000.memory) == 0
+    assert gpu_memory.graph_bytes(facts(KIMI), None, flags, RTX_PRO_6000.memory) == 0
     tiers = gpu_memory.captured_batches(
         {"tp_size": 8, "cuda_graph_max_bs_decode": 9, "speculative_algorithm": "DDTREE"}, 0
     )
