@@ -14,6 +14,8 @@ def doctor(
         Path | None, typer.Argument(help="Deployment file; nodes are checked for what it needs.")
     ] = None,
     overrides: Overrides = None,
+    nodes: Annotated[int | None, typer.Option(help="Nodes that should have joined.")] = None,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for them.")] = 120.0,
     strict: Annotated[bool, typer.Option(help="Warnings end with exit code 1 too.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -24,7 +26,7 @@ def doctor(
         from overstory.orchestrator.spec import load_spec
 
         spec = load_spec(file, overrides or ()) if file else None
-        diagnosis = diagnose(spec)
+        diagnosis = diagnose(spec, nodes, wait)
         text = json.dumps(diagnosis.to_dict(), indent=1) if as_json else render_diagnosis(diagnosis)
         print(text)
         if diagnosis.errors or (strict and diagnosis.findings):

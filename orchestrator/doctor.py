@@ -25,6 +25,7 @@ CONNECT_TIMEOUT_S = 5.0
 _ROUNDS = 5
 _LOOKS_AT_CLOCK = 3
 _STREAM_BYTES = 32 << 20
+_POLL_S = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,8 +280,40 @@ def wanted(spec: DeploymentSpec | None, nodes: Sequence[NodeFacts]) -> tuple[Wan
     return Wanted(device, gpus, memory, plan.nodes_per_replica > 1, sglang_version()), []
 
 
-def diagnose(spec: DeploymentSpec | None) -> Diagnosis:
+def _await_nodes(expected: int, wait_s: float) -> None:
+    """Until so many nodes have joined the connected Ray, or the time is up."""
+    import ray
+
+    deadline = time.monotonic() + wait_s
+    while sum(node["Alive"] for node in ray.nodes()) < expected and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def missing_nodes(expected: int, seen: int) -> list[Finding]:
+    """A finding where fewer nodes are there than expected."""
+    if seen >= expected:
+        return []
+    return [
+        Finding(
+            "error",
+            "nodes",
+            "",
+            f"{seen} nodes are in the cluster, {expected} were expected",
+            "look into /tmp/ray/session_latest/logs/monitor* on the head (`ray up` reaches the "
+            "others from there); with provider local run RAY_UP_enable_autoscaler_v2=0 ray up",
+        )  # fmt: skip
+    ]
+
+
+def diagnose(
+    spec: DeploymentSpec | None, expected: int | None = None, wait_s: float = 0.0
+) -> Diagnosis:
     """Looks at the Ray that `overstory deploy` would use, or at this machine without one.
+
+    Args:
+        spec: nodes are checked for what it needs.
+        expected: number of nodes that should have joined.
+        wait_s: how long to wait for them.
 
     Raises:
         ClusterError: the Ray there is cannot be joined.
@@ -297,9 +330,12 @@ def diagnose(spec: DeploymentSpec | None) -> Diagnosis:
     else:
         cluster.connect(found.address, own)
         try:
+            if expected is not None:
+                _await_nodes(expected, wait_s)
             nodes, links = collect(spec)
         finally:
             cluster.disconnect()
     asked, faults = wanted(spec, nodes)
+    faults = [*missing_nodes(expected or 0, len(nodes)), *faults]
     facts = Facts(nodes, links, asked)
     return Diagnosis(facts, (*faults, *findings(facts)), found.describe() if found else "")

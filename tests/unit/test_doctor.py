@@ -12,7 +12,14 @@ from typer.testing import CliRunner
 
 from overstory.orchestrator import doctor
 from overstory.orchestrator.cli import app
-from overstory.orchestrator.doctor import Diagnosis, Listener, inventory, reach, wanted
+from overstory.orchestrator.doctor import (
+    Diagnosis,
+    Listener,
+    inventory,
+    missing_nodes,
+    reach,
+    wanted,
+)
 from overstory.orchestrator.doctor_checks import (
     CHECKS,
     GIB,
@@ -266,6 +273,13 @@ def test_a_node_that_cannot_be_looked_at() -> None:
     assert (found.check, found.severity, found.node) == ("look", "error", "n2")
 
 
+def test_nodes_that_have_not_joined() -> None:
+    assert missing_nodes(2, 2) == missing_nodes(0, 1) == []
+    found = only(missing_nodes(3, 1))
+    assert found.found == "1 nodes are in the cluster, 3 were expected"
+    assert "RAY_UP_enable_autoscaler_v2=0" in found.fix
+
+
 def test_errors_come_first() -> None:
     both = facts(first={"open_files": 20000}, second={"open_files": 100})
     assert [f.severity for f in findings(both)] == ["error", "warning"]
@@ -367,7 +381,7 @@ def test_diagnosis_as_text() -> None:
 def diagnosed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Facts], None]:
     def put(seen: Facts) -> None:
         diagnosis = Diagnosis(seen, tuple(findings(seen)), "Ray at x")
-        monkeypatch.setattr(doctor, "diagnose", lambda spec: diagnosis)
+        monkeypatch.setattr(doctor, "diagnose", lambda *_: diagnosis)
 
     return put
 

@@ -24,7 +24,14 @@ from overstory.orchestrator.model_facts import (
     drafter_from_config,
     target_from_config,
 )
-from overstory.orchestrator.plan import Plan, check_models, kernel_faults, make_plan
+from overstory.orchestrator.plan import (
+    KERNEL_HEADS,
+    KERNEL_KEY,
+    Plan,
+    check_models,
+    kernel_faults,
+    make_plan,
+)
 from overstory.orchestrator.plan_text import render_plan
 from overstory.orchestrator.quantization import weight_widths
 from overstory.orchestrator.spec import parse_spec
@@ -245,6 +252,12 @@ def test_our_attention_takes_some_numbers_of_heads() -> None:
     said = refused(nodes=8, tp=64, **ours)
     assert "overstory takes 2, 4, 8, 16 heads a rank, tp_size 64 leaves 1 of 64" in said
     assert "use engine.tp_size 4 or 8 or 16 or 32, or triton" in said
+
+
+def test_what_a_plan_knows_of_our_attention_is_what_the_kernels_say() -> None:
+    from overstory.kernels.ops.attention_checks import HEADS, VALUES, WIDTH
+
+    assert (KERNEL_HEADS, KERNEL_KEY) == (HEADS, (VALUES, WIDTH - VALUES))
 
 
 def test_our_attention_takes_the_published_width_of_keys() -> None:
