@@ -293,16 +293,12 @@ def missing_nodes(expected: int, seen: int) -> list[Finding]:
     """A finding where fewer nodes are there than expected."""
     if seen >= expected:
         return []
-    return [
-        Finding(
-            "error",
-            "nodes",
-            "",
-            f"{seen} nodes are in the cluster, {expected} were expected",
-            "look into /tmp/ray/session_latest/logs/monitor* on the head (`ray up` reaches the "
-            "others from there); with provider local run RAY_UP_enable_autoscaler_v2=0 ray up",
-        )  # fmt: skip
-    ]
+    found = f"{seen} nodes are in the cluster, {expected} were expected"
+    fix = (
+        "look into /tmp/ray/session_latest/logs/monitor* on the head (`ray up` reaches the others "
+        "from there); with provider local run RAY_UP_enable_autoscaler_v2=0 ray up"
+    )
+    return [Finding("error", "nodes", "", found, fix)]
 
 
 def diagnose(
