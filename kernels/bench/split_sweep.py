@@ -6,8 +6,7 @@ from functools import partial
 
 import torch
 
-from overstory.kernels.build import SOURCES, cuda_target
-from overstory.kernels.cuda_library import KernelLibrary, arch_of
+from overstory.kernels.cuda_library import cuda_library
 
 from .small_cases import SmallCase, draw_logits
 from .timing import Launch
@@ -26,11 +25,6 @@ def split_cases() -> list[SmallCase]:
         for splits in SPLITS
         if splits <= columns // 1024 and rows * splits <= _MOST_BLOCKS
     ]
-
-
-def _library() -> KernelLibrary:
-    sources = [SOURCES / "sample_nodes.cu", SOURCES / "candidates_topk.cu"]
-    return KernelLibrary(cuda_target(arch_of()), sources)
 
 
 def _sampled(rows: int, columns: int, splits: int) -> SmallCase:
@@ -66,7 +60,7 @@ def _topk(rows: int, columns: int, splits: int) -> SmallCase:
 
 
 def _sample_launches(rows: int, columns: int, splits: int, temperature: float) -> list[Launch]:
-    library, shape = _library(), {"rows": rows, "columns": columns, "splits": splits}
+    library, shape = cuda_library(), {"rows": rows, "columns": columns, "splits": splits}
 
     def column(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.full((rows,), value, dtype=dtype, device="cuda")
@@ -94,7 +88,7 @@ def _sample_launches(rows: int, columns: int, splits: int, temperature: float) -
 
 
 def _topk_launches(rows: int, columns: int, splits: int, k: int = 8) -> list[Launch]:
-    library = _library()
+    library = cuda_library()
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device="cuda")

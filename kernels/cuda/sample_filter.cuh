@@ -5,8 +5,9 @@
 // alone ends, nothing below is kept. Only groups that reach that bound are read again (from the L2
 // cache, where the scan has just left them), and nearly always few tokens do: each counts what
 // comes before it, which says whether it is kept, and then the weights of the kept tokens of lower
-// id, which says whether it is drawn. Where the bound leaves more tokens than the block has
-// threads, histograms find the end of the prefix (sample_prefix.cuh), and sums per segment the token.
+// id, which says whether it is drawn. Of more tokens than the block has threads, histograms find the
+// end of the prefix (sample_prefix.cuh), and sums per segment the token; the tokens are listed in
+// shared memory, or, where there are too many, read from the cache each time.
 #pragma once
 
 #include "sample_prefix.cuh"
@@ -14,6 +15,12 @@
 namespace overstory {
 
 constexpr int kFewTokens = kSampleThreads;
+constexpr int kListedTokens = 1024;
+
+struct Token {
+  std::uint32_t key;  // ordered(logit)
+  int column;
+};
 
 struct Candidate {
   std::uint64_t rank;  // larger: earlier in the prefix; the lower half is ~column
@@ -39,11 +46,16 @@ struct FilterRow {
   const T* logits;
   int columns;
   bool aligned;
-  const float* groups;  // shared: highest logits
+  float* groups;          // shared, kMaxGroups: highest logits; later the tokens
   float highest, lowest;  // of the groups that hold more than -inf
   float top;              // scaled(highest)
-  double total;           // of weights; only where top_p filters
+  double total;           // of weights
+
+  /// Room for kListedTokens where the groups' logits were, which nobody needs once groups are
+  /// listed.
+  __device__ Token* tokens() const { return reinterpret_cast<Token*>(groups); }
 };
+static_assert(kListedTokens * sizeof(Token) <= kMaxGroups * sizeof(float), "they share memory");
 
 /// A logit below which no token is kept, and not below the lowest number: -inf is never looked at.
 ///
@@ -100,22 +112,20 @@ __device__ GroupReader<T> list_groups(const FilterRow<T>& row, float floor, Filt
   return {row.logits, row.columns, row.aligned, shared.list, shared.listed};
 }
 
-/// Candidates of at least `floor` and min_p; how many there are, which may be more than are kept.
+/// Lists the tokens of at least `floor` and min_p, in any order; how many there are, which may be
+/// more than are listed, and more than are kept.
 template <typename T>
-__device__ int gather_few(const FilterRow<T>& row, const GroupReader<T>& reader,
-                          const SampleRules& rules, float floor, FilterShared& shared) {
+__device__ int list_tokens(const FilterRow<T>& row, const GroupReader<T>& reader,
+                           const SampleRules& rules, float floor, FilterShared& shared) {
   if (ptx::thread() == 0) shared.found = 0;
   ptx::sync_block();
+  Token* tokens = row.tokens();
   reader.each(
       floor,
       [&](float logit, int column) {
-        const float weight = rules.weight(logit, row.top);
-        if (!(weight >= rules.min_p)) return;
+        if (!(rules.weight(logit, row.top) >= rules.min_p)) return;
         const int at = ptx::atomic_add(&shared.found, 1);
-        if (at >= kFewTokens) return;
-        const std::uint64_t high = ordered(logit);
-        shared.candidates[at] = {high << 32 | ~static_cast<std::uint32_t>(column),
-                                 fixed_weight(weight)};
+        if (at < kListedTokens) tokens[at] = {ordered(logit), column};
       },
       [](int) {});
   ptx::sync_block();
@@ -125,8 +135,17 @@ __device__ int gather_few(const FilterRow<T>& row, const GroupReader<T>& reader,
 /// The draw from at most kFewTokens candidates: every one looks at every other, shared by as many
 /// neighbouring threads as there are for one.
 template <typename T>
-__device__ void draw_of_few(const SampleArgs<T>& args, int row, int count, const PrefixBound& most,
+__device__ void draw_of_few(const SampleArgs<T>& args, int number, const FilterRow<T>& row,
+                            const SampleRules& rules, int count, const PrefixBound& most,
                             FilterShared& shared) {
+  if (ptx::thread() < count) {
+    const Token token = row.tokens()[ptx::thread()];
+    const std::uint64_t high = token.key;
+    shared.candidates[ptx::thread()] = {
+        high << 32 | ~static_cast<std::uint32_t>(token.column),
+        fixed_weight(rules.weight(from_ordered(token.key), row.top))};
+  }
+  ptx::sync_block();
   int parts = 1;
   while (parts < 16 && parts * 2 * count <= kSampleThreads) parts *= 2;
   const int index = ptx::thread() / parts, part = ptx::thread() % parts;
@@ -165,28 +184,81 @@ __device__ void draw_of_few(const SampleArgs<T>& args, int row, int count, const
     before += ptx::shfl_xor(before, step);
     all += ptx::shfl_xor(all, step);
   }
-  const std::uint64_t goal = share_of(noise_of(args.parameters, row), all);
+  const std::uint64_t goal = share_of(noise_of(args.parameters, number), all);
   if (exists && part == 0 && before <= goal && goal - before < mine.mass) {
-    write_token(args, row, static_cast<int>(~order), 0);
+    write_token(args, number, static_cast<int>(~order), 0);
   }
 }
 
+/// Many tokens, in shared memory.
+template <typename T>
+struct TokenList {
+  const Token* tokens;
+  int count;
+
+  __device__ BinRule first_bins(const FilterRow<T>& row, const SampleRules& rules,
+                                float floor) const {
+    return BinRule::over(ordered(floor), ordered(row.highest), kStep<T>);
+  }
+
+  /// visit(logit, column) for what is not below `floor`.
+  template <typename Visit>
+  __device__ void each(float floor, Visit visit) const {
+    for (int i = ptx::thread(); i < count; i += kSampleThreads) {
+      const Token token = tokens[i];
+      const float logit = from_ordered(token.key);
+      if (logit >= floor) visit(logit, token.column);
+    }
+  }
+
+  /// Adds weight(logit, column) to the sums of their segments.
+  template <typename Weight>
+  __device__ void add_up(float floor, Weight weight, std::uint64_t* segments) const {
+    each(floor, [&](float logit, int column) {
+      ptx::atomic_add(&segments[column / kSegment], std::uint64_t{weight(logit, column)});
+    });
+  }
+};
+
+/// More tokens than can be listed, read again each time; the interface of TokenList.
+template <typename T>
+struct TokenStream {
+  const GroupReader<T>& reader;
+
+  /// Equal widths, so that few of the many atomics meet; as far as it seems worth it.
+  __device__ BinRule first_bins(const FilterRow<T>& row, const SampleRules& rules,
+                                float floor) const {
+    const float span = fmaxf(4.0f * (row.highest - row.lowest), 16.0f * rules.temperature);
+    return BinRule::logits(floor, row.highest, fmaxf(floor, row.highest - span));
+  }
+
+  template <typename Visit>
+  __device__ void each(float floor, Visit visit) const {
+    reader.each(floor, visit, [](int) {});
+  }
+
+  template <typename Weight>
+  __device__ void add_up(float floor, Weight weight, std::uint64_t* segments) const {
+    std::uint64_t sum = 0;
+    reader.each(
+        floor, [&](float logit, int column) { sum += weight(logit, column); },
+        [&](int group) {
+          sum = warp_sum(sum);
+          if (ptx::lane() == 0) ptx::atomic_add(&segments[group / kSegmentGroups], sum);
+          sum = 0;
+        });
+  }
+};
+
 /// First column at which the sum of weights of what is not below `floor` passes
 /// target(sum of all). Whole block, the result in every thread.
-template <typename T, typename Weight, typename Target>
-__device__ int locate_in_row(const FilterRow<T>& row, const GroupReader<T>& reader,
-                             FilterShared& shared, float floor, Weight weight, Target target) {
+template <typename T, typename Tokens, typename Weight, typename Target>
+__device__ int locate_in_row(const FilterRow<T>& row, const Tokens& tokens, FilterShared& shared,
+                             float floor, Weight weight, Target target) {
   constexpr int kPerThread = kMaxSegments / kSampleThreads;
   for (int i = ptx::thread(); i < kMaxSegments; i += kSampleThreads) shared.segments[i] = 0;
   ptx::sync_block();
-  std::uint64_t sum = 0;
-  reader.each(
-      floor, [&](float logit, int column) { sum += weight(logit, column); },
-      [&](int group) {
-        sum = warp_sum(sum);
-        if (ptx::lane() == 0) ptx::atomic_add(&shared.segments[group / kSegmentGroups], sum);
-        sum = 0;
-      });
+  tokens.add_up(floor, weight, shared.segments);
   ptx::sync_block();
   std::uint64_t mine[kPerThread];
   Tally through{0, 0}, total;
@@ -234,25 +306,20 @@ __device__ inline std::uint64_t kept_ties(const PrefixBound& most, std::uint64_t
 }
 
 /// The draw where more than kFewTokens reach the bound.
-template <typename T>
+template <typename T, typename Tokens>
 __device__ void draw_of_many(const SampleArgs<T>& args, int number, const FilterRow<T>& row,
-                             const GroupReader<T>& reader, const SampleRules& rules, float floor,
+                             const Tokens& tokens, const SampleRules& rules, float floor,
                              const PrefixBound& most, FilterShared& shared) {
   std::uint32_t last = ordered(floor);
   int last_tie = INT32_MAX;
   if (rules.top_k != 0 || rules.top_p < 1.0f) {
-    const float span = fmaxf(4.0f * (row.highest - row.lowest), 16.0f * rules.temperature);
-    const float reach = fmaxf(floor, row.highest - span);
     const auto each = [&](auto add) {
-      reader.each(
-          floor,
-          [&](float logit, int) {
-            add(logit, [&] { return fixed_weight(rules.weight(logit, row.top)); });
-          },
-          [](int) {});
+      tokens.each(floor, [&](float logit, int) {
+        add(logit, [&] { return fixed_weight(rules.weight(logit, row.top)); });
+      });
     };
-    const PrefixEnd end = find_prefix(BinRule::logits(floor, row.highest, reach), most, 1,
-                                      kStep<T>, each, shared.prefix, shared.scratch);
+    const PrefixEnd end = find_prefix(tokens.first_bins(row, rules, floor), most, 1, kStep<T>,
+                                      each, shared.prefix, shared.scratch);
     // One value, which is at or above the bin's lowest integer, or one logit.
     last = shared.scratch.inside.count == 1 ? end.high - end.range : logit_up_to<T>(end.high);
     floor = from_ordered(last);
@@ -261,14 +328,14 @@ __device__ void draw_of_many(const SampleArgs<T>& args, int number, const Filter
     const std::uint64_t ties = kept_ties(most, weight, shared.scratch.above, inside);
     if (ties < inside.count) {
       last_tie = locate_in_row(
-          row, reader, shared, floor,
-          [&](float logit, int) { return ordered(logit) == last ? 1u : 0u; },
+          row, tokens, shared, floor,
+          [&](float logit, int) { return std::uint64_t{ordered(logit) == last}; },
           [&](std::uint64_t) { return ties - 1; });
     }
   }
   const std::uint64_t noise = noise_of(args.parameters, number);
   const int token = locate_in_row(
-      row, reader, shared, floor,
+      row, tokens, shared, floor,
       [&](float logit, int column) -> std::uint64_t {
         const float weight = rules.weight(logit, row.top);
         const bool kept = weight >= rules.min_p && (ordered(logit) > last || column <= last_tie);
@@ -293,11 +360,15 @@ __device__ void draw_filtered(const SampleArgs<T>& args, int number, const Filte
     floor = lowest_by_groups(row, rules, floor, most, shared);
   }
   const GroupReader<T> reader = list_groups(row, floor, shared);
-  const int count = gather_few(row, reader, rules, floor, shared);
+  const int count = list_tokens(row, reader, rules, floor, shared);
   if (count <= kFewTokens) {
-    draw_of_few(args, number, count, most, shared);
+    draw_of_few(args, number, row, rules, count, most, shared);
+  } else if (count <= kListedTokens) {
+    const TokenList<T> tokens{row.tokens(), count};
+    draw_of_many(args, number, row, tokens, rules, floor, most, shared);
   } else {
-    draw_of_many(args, number, row, reader, rules, floor, most, shared);
+    const TokenStream<T> tokens{reader};
+    draw_of_many(args, number, row, tokens, rules, floor, most, shared);
   }
 }
 

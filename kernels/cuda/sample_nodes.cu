@@ -32,8 +32,9 @@ int launch_sample(SampleArgs<T> args, int rows, void* workspace, void* stream) {
   args.aligned = reinterpret_cast<std::uintptr_t>(args.logits) % 16 == 0 &&
                  args.row_stride * static_cast<std::int64_t>(sizeof(T)) % 16 == 0;
   const auto blocks = static_cast<unsigned>(rows) * static_cast<unsigned>(args.splits);
-  return launch_dependent(sample_nodes_kernel<T>, dim3(blocks), kSampleThreads,
-                          sizeof(SampleShared), stream, args);
+  const std::size_t shared = args.filters ? sizeof(SampleShared) : offsetof(SampleShared, filter);
+  return launch_dependent(sample_nodes_kernel<T>, dim3(blocks), kSampleThreads, shared, stream,
+                          args);
 }
 
 }  // namespace
