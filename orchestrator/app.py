@@ -85,7 +85,9 @@ def with_gateway(spec: DeploymentSpec, replicas: Application) -> Application:
         serve.ingress()(Gateway),
         name="Gateway",
         num_replicas=1,
-        ray_actor_options={"num_cpus": 0},
+        # Beside the proxy that feeds it: no other host's loss can end a client's stream. The
+        # resource is Ray's own; the head node alone has 1 of it.
+        ray_actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},
         max_ongoing_requests=_UNBOUNDED,
         health_check_period_s=5,
         graceful_shutdown_timeout_s=5,

@@ -18,6 +18,9 @@ from overstory.workers.rank import RankIdentity
 
 ANSWER_TIMEOUT_S = 2.0
 NOTE_TIMEOUT_S = 10.0
+SHOWN_LINES = 30
+READ_LINES = 300
+"""A crash's headline stands above the stacks of all threads."""
 
 
 def examine(
@@ -59,7 +62,7 @@ def examine(
         phase=note.phase if note else seen.get("phase", "unknown"),
         forwards=note.forwards if note else seen.get("forwards", 0),
         detail=(note.detail if note and note.detail else str(error or "")),
-        log_tail=tuple(log_tail),
+        log_tail=tuple(log_tail[-SHOWN_LINES:]),
         others=_states(others, identities),
     )
 
@@ -85,7 +88,8 @@ def _papers(identity: RankIdentity) -> Papers:
 
 def _read_papers(identity: RankIdentity, log: Path | None) -> Papers:
     kills = kernel_memory_kills() - identity.memory_kills
-    return read_note(Path(identity.note_path)), read_log_tail(log) if log else [], kills
+    tail = read_log_tail(log, READ_LINES) if log else []
+    return read_note(Path(identity.note_path)), tail, kills
 
 
 def _words(error: Exception | None, ending: str) -> str:

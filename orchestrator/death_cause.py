@@ -5,7 +5,8 @@ leaves something. Pure.
 
 ```
 a note by the rank itself      it raised, its watchdog, or it was told to end
-"Fatal Python error: ..."      Python's fault handler: a signal of the processor (SIGSEGV, ...)
+a crash handler's headline     a signal of the processor (SIGSEGV, ...): Python's fault handler,
+                               torch's or Ray's
 Ray says SIGTERM               the worker process takes that one itself
 Ray says it was short of       Ray's own memory monitor killed it
 memory
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _FAULTS = {
+    "Segfault encountered": "SIGSEGV",
     "Segmentation fault": "SIGSEGV",
     "Aborted": "SIGABRT",
     "Bus error": "SIGBUS",
@@ -28,9 +30,11 @@ _FAULTS = {
     "Floating-point exception": "SIGFPE",
     "Illegal instruction": "SIGILL",
 }
-"""Words of Python's fault handler."""
+"""Words of Python's fault handler, and of torch's."""
 
-_FAULT_LINE = re.compile(r"Fatal Python error: ([\w -]+)")
+_FAULT_LINE = re.compile(
+    r"Fatal Python error: ([\w -]+)|!!! (Segfault encountered) !!!|\*\*\* (SIG[A-Z]+) received at"
+)
 _MEMORY_WORDS = re.compile(
     r"\bMemoryError\b|OutOfMemory|out of memory|can't allocate memory|Cannot allocate memory"
     r"|not enough memory|std::bad_alloc",
@@ -74,9 +78,10 @@ def ending_of(
         )
     for line in reversed(log_tail):
         found = _FAULT_LINE.search(line)
-        if found and found[1].strip() in _FAULTS:
-            name = _FAULTS[found[1].strip()]
-            return Ending(name, words=f"its process crashed: {found[1].strip()} ({name})")
+        what = (found[1] or found[2] or found[3]).strip() if found else ""
+        name = what if what.startswith("SIG") else _FAULTS.get(what)
+        if name is not None:
+            return Ending(name, words=f"its process crashed: {what} ({name})")
     if "SIGTERM" in ray_says:
         return Ending("SIGTERM", words="ended from outside by SIGTERM")
     if kernel_kills > 0:

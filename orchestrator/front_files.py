@@ -32,14 +32,15 @@ def sweep_dead(folders: Path | None = None, shared_memory: Path = SHARED_MEMORY)
     swept = []
     for place in (folders or Path(tempfile.gettempdir()), shared_memory):
         for path in place.glob("*overstory-ipc-*") if place.is_dir() else ():
-            if _is_dead(path.name):
+            if is_dead(path.name):
                 with contextlib.suppress(OSError):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
                     swept.append(path.name)
     return swept
 
 
-def _is_dead(name: str) -> bool:
+def is_dead(name: str) -> bool:
+    """Whether a file of this name belongs to a process of this host that is gone."""
     found = _NAME.search(name)
     if found is None:
         return False

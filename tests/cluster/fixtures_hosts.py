@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +23,44 @@ _FIXED_PORTS = {  # Drawn ones would have the raylet wait for its agents, see `r
 }
 
 
-def start_ray(host: Host, cpus: int, *role: str) -> None:
-    """`ray start` on a host."""
+def start_ray(
+    host: Host, cpus: int, *role: str, environment: Mapping[str, str] | None = None
+) -> None:
+    """`ray start` on a host; `environment` has more settings of Ray."""
     host.check(
         *("python", "-m", "overstory.orchestrator.ray_head", "start", *role),
         *(f"--{name}={port}" for name, port in _FIXED_PORTS.items()),
         *(f"--num-cpus={cpus}", f"--object-store-memory={OBJECT_STORE_BYTES}"),
         timeout_s=RAY_START_S,
         # The mode is said, for by itself a node that is given an address uses no token.
-        environment={"RAY_raylet_start_wait_time_s": "60", "RAY_AUTH_MODE": "token"},
+        environment={
+            "RAY_raylet_start_wait_time_s": "60",
+            "RAY_AUTH_MODE": "token",
+            **(environment or {}),
+        },
     )
 
 
-def start_cluster(lab: Lab, cpus: dict[str, int]) -> None:
+def start_cluster(
+    lab: Lab, cpus: dict[str, int], environment: Mapping[str, str] | None = None
+) -> None:
     """Ray with its head on the first host of `cpus`, which says how many each one offers."""
     token = secrets.token_hex(32)
     head, *workers = (lab.hosts[name] for name in cpus)
     for host in (head, *workers):
         host.write("/root/.ray/auth_token", token)
     head_role = ("--head", f"--port={RAY_PORT}", "--include-dashboard=false", "--no-monitor")
-    start_ray(head, cpus[head.name], *head_role)
+    start_ray(head, cpus[head.name], *head_role, environment=environment)
     for host in workers:
-        start_ray(host, cpus[host.name], f"--address={head.address}:{RAY_PORT}")
+        start_worker(head, host, cpus[host.name], environment)
+
+
+def start_worker(
+    head: Host, host: Host, cpus: int, environment: Mapping[str, str] | None = None
+) -> None:
+    """Joins a host to the Ray of `head`."""
+    address = f"--address={head.address}:{RAY_PORT}"
+    start_ray(host, cpus, address, environment=environment)
 
 
 def drive(head: Host, *arguments: str) -> Any:

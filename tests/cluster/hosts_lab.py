@@ -163,6 +163,12 @@ class Lab:
         host = self.hosts[plan.name] = Host(plan, pid)
         return host
 
+    def set_port(self, host: Host, up: bool) -> None:
+        """Plugs a host's cable in at the switch, or pulls it."""
+        number = int(host.address.rpartition(".")[2])
+        port = HostPlan(host.name, number).port
+        _ip(self._switch, f"link set {port} {'up' if up else 'down'}\n")
+
     def pids(self) -> list[int]:
         """Processes of the lab, as the real machine counts them."""
         firsts = [self._switch, *(host.pid for host in self.hosts.values())]

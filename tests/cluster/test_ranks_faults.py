@@ -3,12 +3,15 @@
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import ray
+import zmq
+from fault_kit import starve
 from leftovers import processes_naming, wait_until
 from live_engine import LiveEngine, Stream
 
@@ -20,6 +23,8 @@ from overstory.workers.death_note import EXIT_DIVERGED, EXIT_LOOP_FAILED, EXIT_W
 LEASE_STEPS = 16
 WATCHDOG_S = 12  # above the lease time-out of `LiveEngine`
 NOTICE_S = 60.0
+TOLD_S = 2.0
+"""Longest from the end of a rank's process to the end of its streams."""
 
 
 @pytest.fixture
@@ -130,11 +135,61 @@ def test_a_killed_rank_is_noticed_and_named(launch: Callable[..., LiveEngine]) -
     stream = live.stream(1500)
     stream.wait_for(5)
     os.kill(live.process(1).pid, signal.SIGKILL)
+    begun = time.monotonic()
     death = failure(stream).death
+    assert time.monotonic() - begun < TOLD_S
     assert death.rank == 1
-    assert death.exit_code is None
+    assert (death.exit_code, death.signal, death.out_of_memory) == (None, "SIGKILL", False)
     assert "killed from outside" in death.cause
     assert death.log_tail
+    assert live.process(0).wait_gone(10), "its peer is ended"
+
+
+@pytest.mark.full
+def test_a_crash_in_native_code_is_told_by_its_signal(launch: Callable[..., LiveEngine]) -> None:
+    live = launch(tp_size=1)
+    stream = live.stream(1500)
+    stream.wait_for(5)
+    os.kill(live.process(0).pid, signal.SIGSEGV)
+    death = failure(stream).death
+    assert death.signal == "SIGSEGV"
+    assert "its process crashed" in death.cause
+
+
+@pytest.mark.full
+def test_a_rank_that_gets_no_memory_is_named_with_that_cause(
+    launch: Callable[..., LiveEngine],
+) -> None:
+    live = launch()
+    stream = live.stream(1500)
+    stream.wait_for(5)
+    starve(live.process(1).pid)
+    more = [live.stream(8, list(range(40, 1500 + n))) for n in range(4)]
+    death = failure(stream).death
+    assert death.rank == 1
+    assert death.out_of_memory, death
+    assert death.exit_code == EXIT_LOOP_FAILED
+    for one in more:
+        failure(one)
+
+
+@pytest.mark.full
+def test_a_front_half_that_fails_ends_its_replica(launch: Callable[..., LiveEngine]) -> None:
+    """The part of SGLang's tokenizer and detokenizer processes that a replica has: the loop that
+    takes the engine's output."""
+    live = launch(tp_size=1)
+    stream = live.stream(1500)
+    stream.wait_for(5)
+    context = zmq.Context()
+    try:
+        with context.socket(zmq.PUSH) as socket:
+            socket.connect(live.engine.port_args.tokenizer_ipc_name)
+            socket.send(b"no message of SGLang's")
+            death = failure(stream).death
+    finally:
+        context.destroy(linger=0)
+    assert "the front half failed" in death.cause
+    assert live.process(0).wait_gone(20)
 
 
 @pytest.mark.full

@@ -23,6 +23,8 @@ FAULT = ["decoding", "Fatal Python error: Segmentation fault", 'File "x.py", lin
         (None, [], EOF, 2, "SIGKILL", True),
         (None, FAULT, EOF, 0, "SIGSEGV", False),
         (None, FAULT, EOF, 2, "SIGSEGV", False),
+        (None, ["!!!!!!! Segfault encountered !!!!!!!", "  File x"], EOF, 0, "SIGSEGV", False),
+        (None, ["*** SIGBUS received at time=17 on cpu 1 ***"], EOF, 0, "SIGBUS", False),
         (None, ["Fatal Python error: Aborted"], EOF, 0, "SIGABRT", False),
         (None, ["Fatal Python error: none_dealloc: deallocating None"], EOF, 0, "SIGKILL", False),
         (None, [], "Worker exit detail: Worker exits by SIGTERM.", 0, "SIGTERM", False),
