@@ -206,6 +206,10 @@ class Controller:
         await asyncio.gather(*(self._read(name) for name in names), return_exceptions=True)
         return self._state.status()
 
+    def last_status(self) -> dict[str, Any]:
+        """See `ControllerState.status`; of the last reports."""
+        return self._state.status()
+
     # ------------------------------------------------------------------ `defrag.Steering`
 
     def epoch_under_lease(self, replica: str) -> int:

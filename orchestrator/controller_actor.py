@@ -12,6 +12,7 @@ from typing import Any
 import ray
 
 from overstory.orchestrator.controller import Controller
+from overstory.orchestrator.controller_metrics import keep_exporting
 from overstory.orchestrator.defrag import DefragOrder
 from overstory.orchestrator.fleet import Fleet
 from overstory.orchestrator.fleet_watch import FleetWatch
@@ -45,7 +46,9 @@ class _ControllerActor:
         self._replicas = FleetWatch(
             Fleet(time.monotonic), _actor_names, functools.partial(_drop_replica, deployment)
         )
-        self._looking = asyncio.get_running_loop().create_task(self._replicas.run())
+        loop = asyncio.get_running_loop()
+        self._looking = loop.create_task(self._replicas.run())
+        self._exporting = loop.create_task(keep_exporting(deployment, self._picture))
 
     async def register(self, replica: str, ranks: int) -> None:
         """See `Controller.register`."""
@@ -84,6 +87,13 @@ class _ControllerActor:
             "health": self._replicas.fleet.status(),
         }
 
+    def _picture(self) -> dict[str, Any]:
+        """As `status`, from the last reports."""
+        return {
+            **self._controller.last_status(),
+            "health": self._replicas.fleet.status(),
+        }
+
     async def pid(self) -> int:
         """Its process, for status and tests."""
         return os.getpid()
@@ -91,6 +101,7 @@ class _ControllerActor:
     async def close(self) -> None:
         """See `Controller.close`."""
         self._looking.cancel()
+        self._exporting.cancel()
         await self._controller.close()
 
 

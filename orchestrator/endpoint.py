@@ -17,6 +17,8 @@ from overstory.orchestrator.answer_parsers import AnswerParser, Parts
 from overstory.orchestrator.api_keys import KeyRing
 from overstory.orchestrator.http_access import KeyGuard, allow_origins
 from overstory.orchestrator.http_layers import BodyGuard, RequestIds
+from overstory.orchestrator.meters import TEXT_TYPE, Meters
+from overstory.orchestrator.metric_table import GATEWAY
 from overstory.orchestrator.openai_documents import (
     ChatAnswer,
     CompletionAnswer,
@@ -33,7 +35,13 @@ from overstory.orchestrator.openai_protocol import (
 )
 from overstory.orchestrator.openai_responses import AnswerReason, ChatShape, Choice, CompletionShape
 from overstory.orchestrator.openai_tokens import add_token_routes
-from overstory.orchestrator.service import EndpointService, Job, Piece, RunningRequest
+from overstory.orchestrator.request_metrics import (
+    AnswerCount,
+    RequestWatch,
+    WatchedRequest,
+    set_gauges,
+)
+from overstory.orchestrator.service import EndpointService, Job, Piece
 
 Shape = CompletionShape | ChatShape
 
@@ -71,23 +79,28 @@ def build_http_app(
     max_body_bytes: int,
     keys: KeyRing | None = None,
     cors_origins: Sequence[str] = (),
+    meters: Meters | None = None,
 ) -> FastAPI:
     """The endpoint as an ASGI application.
 
-    Args: keys: who may ask; None for everybody. cors_origins: whose web pages may ask.
+    Args: keys: who may ask; None for everybody. cors_origins: whose web pages may ask. meters:
+        of `metric_table.GATEWAY`; unset: of this application alone.
     """
+    meters = meters or Meters(GATEWAY, service.served_name, through_ray=False)
     app = FastAPI(
         title="Overstory", description="OpenAI-compatible endpoint", default_response_class=Json
     )
     _add_error_handlers(app)
     _add_state_routes(app, service)
-    _add_generation_routes(app, service)
+    _add_generation_routes(app, service, meters)
+    _add_metrics_route(app, service, meters)
     add_token_routes(app, service, Json)
     add_admin_routes(app, service, keys, Json)
     app.add_middleware(BodyGuard, max_bytes=max_body_bytes)
     app.add_middleware(KeyGuard, ring=keys)
     if cors_origins:
         app.add_middleware(allow_origins, origins=cors_origins)
+    app.add_middleware(AnswerCount, meters=meters)
     app.add_middleware(RequestIds)
     return app
 
@@ -138,18 +151,30 @@ def _add_state_routes(app: FastAPI, service: EndpointService) -> None:
         return Json(openai_responses.model(name, created, service.limits.context_tokens))
 
 
-def _add_generation_routes(app: FastAPI, service: EndpointService) -> None:
+def _add_metrics_route(app: FastAPI, service: EndpointService, meters: Meters) -> None:
+    @app.get("/metrics", **documented(None, text="Prometheus text"))
+    async def metrics() -> Response:
+        """This gateway's metrics, as Prometheus reads them."""
+        set_gauges(meters, service)
+        return Response(meters.text(), media_type=TEXT_TYPE)
+
+
+def _add_generation_routes(app: FastAPI, service: EndpointService, meters: Meters) -> None:
     @app.post("/v1/completions", **documented(CompletionAnswer, streamed=True))
     async def completions(body: CompletionRequest) -> Response:
         """Complete prompts."""
-        job = await service.plan_completion(body)
-        return await _answer(service, job, body, CompletionShape)
+        watch = RequestWatch(meters, "completions", time.monotonic, body.stream)
+        with watch.until_admitted():
+            job = await service.plan_completion(body)
+        return await _answer(service, job, body, CompletionShape, watch)
 
     @app.post("/v1/chat/completions", **documented(ChatAnswer, streamed=True))
     async def chat_completions(body: ChatCompletionRequest) -> Response:
         """Answer a conversation."""
-        job = await service.plan_chat(body)
-        return await _answer(service, job, body, ChatShape)
+        watch = RequestWatch(meters, "chat", time.monotonic, body.stream)
+        with watch.until_admitted():
+            job = await service.plan_chat(body)
+        return await _answer(service, job, body, ChatShape, watch)
 
 
 async def _answer(
@@ -157,10 +182,14 @@ async def _answer(
     job: Job,
     body: GenerationRequest,
     shape_of: Callable[[str, str, int], Shape],
+    watch: RequestWatch,
 ) -> Response:
     request_id = uuid.uuid4().hex
     shape = shape_of(request_id, service.served_name, int(time.time()))
-    running = await service.open(job, request_id, body.stream)
+    asked_s = time.monotonic()
+    with watch.until_admitted():
+        running = WatchedRequest(await service.open(job, request_id, body.stream), watch)
+    watch.admitted(time.monotonic() - asked_s)
     if body.stream:
         return await _stream(running, job, body.include_usage, shape)
     try:
@@ -169,7 +198,7 @@ async def _answer(
         await running.aclose()
 
 
-async def _whole(running: RunningRequest, job: Job, shape: Shape) -> dict[str, Any]:
+async def _whole(running: WatchedRequest, job: Job, shape: Shape) -> dict[str, Any]:
     texts = [[prefix] for prefix in job.prefixes] or [[] for _ in job.plans]
     tokens: dict[int, list[openai_responses.LoggedToken]] = {}
     reasons: dict[int, openai_responses.FinishReason] = {}
@@ -198,7 +227,7 @@ def _choice(
 
 
 async def _stream(
-    running: RunningRequest, job: Job, include_usage: bool, shape: Shape
+    running: WatchedRequest, job: Job, include_usage: bool, shape: Shape
 ) -> EventStream:
     """A stream whose first piece is there already: until then an error still has a status of its
     own."""
@@ -215,7 +244,7 @@ async def _stream(
 async def _events(
     first: Piece,
     rest: AsyncIterator[Piece],
-    running: RunningRequest,
+    running: WatchedRequest,
     job: Job,
     include_usage: bool,
     shape: Shape,

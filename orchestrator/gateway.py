@@ -24,9 +24,12 @@ from overstory.orchestrator.backend import EngineRefused, ReplicaLeaving, Replic
 from overstory.orchestrator.endpoint import build_http_app
 from overstory.orchestrator.engine_errors import EngineBusy, EngineDead, RequestRefused
 from overstory.orchestrator.journal import GenerateCall
+from overstory.orchestrator.meters import Meters
+from overstory.orchestrator.metric_table import GATEWAY
 from overstory.orchestrator.model_facts import read_target
 from overstory.orchestrator.readiness import Readiness
 from overstory.orchestrator.replica_board import ReplicaBoard, board_of, until
+from overstory.orchestrator.request_metrics import keep_gauges
 from overstory.orchestrator.resume import ResumeLimits
 from overstory.orchestrator.service import EndpointService, ServiceLimits
 from overstory.orchestrator.spec import DeploymentSpec
@@ -107,13 +110,18 @@ class Gateway:
             ),
         )
         self._settings = gateway
+        self._meters = Meters(GATEWAY, spec.name, through_ray=True)
         self._keys = key_ring(gateway.api_keys_file, gateway.api_keys_env)
         self._per_replica = gateway.max_concurrent_requests
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve after the constructor."""
         app = build_http_app(
-            self._service, self._settings.max_body_bytes, self._keys, self._settings.cors_origins
+            self._service,
+            self._settings.max_body_bytes,
+            self._keys,
+            self._settings.cors_origins,
+            self._meters,
         )
         app.router.lifespan_context = self._lifespan
         return app
@@ -133,11 +141,14 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncGenerator[None, None]:
-        watch = asyncio.get_running_loop().create_task(self._service.readiness.watch())
+        loop = asyncio.get_running_loop()
+        watch = loop.create_task(self._service.readiness.watch())
+        gauges = loop.create_task(keep_gauges(self._meters, self._service))
         try:
             yield
         finally:
             watch.cancel()
+            gauges.cancel()
 
     async def _prove(self) -> None:
         """Learn the engine's limits, then generate as a request would."""

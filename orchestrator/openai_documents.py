@@ -4,6 +4,7 @@
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
+from starlette.responses import PlainTextResponse
 
 
 class _Answer(BaseModel):
@@ -160,8 +161,20 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 """For every operation; 429 and 503 come with `Retry-After`."""
 
 
-def documented(answer: type[BaseModel], streamed: bool = False) -> dict[str, Any]:
-    """Arguments of a route that answers so, or with server-sent events where asked to stream."""
+def documented(
+    answer: type[BaseModel] | None, streamed: bool = False, text: str = ""
+) -> dict[str, Any]:
+    """Arguments of a route that answers so, or with server-sent events where asked to stream; or
+    (without a model) with `text`, described so."""
+    if answer is None:
+        content = {"text/plain": {"schema": {"type": "string"}}}
+        error = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}}
+        errors = {
+            code: {"content": error, "description": one["description"]}
+            for code, one in ERRORS.items()
+        }
+        plain = {"content": content, "description": text}
+        return {"responses": {200: plain, **errors}, "response_class": PlainTextResponse}
     whole: dict[str, Any] = {"model": answer}
     if streamed:
         events = {"schema": {"type": "string", "description": "Server-sent events"}}

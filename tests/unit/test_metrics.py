@@ -1,0 +1,197 @@
+"""Metrics: what requests and reports become, and that code, page, dashboards and alerts agree."""
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from test_openai_endpoint import MAX_BODY, ScriptedBackend, World
+
+from overstory.orchestrator.backend import ReplicaLost
+from overstory.orchestrator.controller_metrics import ControllerMetrics
+from overstory.orchestrator.endpoint import build_http_app
+from overstory.orchestrator.generation import Piece
+from overstory.orchestrator.meters import Meters
+from overstory.orchestrator.metric_table import CONTROLLER, GATEWAY, METRICS, as_markdown
+from overstory.orchestrator.openai_responses import Usage
+from overstory.orchestrator.request_metrics import RequestWatch
+
+ROOT = Path(__file__).parents[2]
+
+
+def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Values by name and labels, `deployment` left out."""
+    return {
+        (sample.name, frozenset(item for item in sample.labels.items() if item[0] != "deployment")):
+            sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }  # fmt: skip
+
+
+def value(found: Any, name: str, **labels: str) -> float | None:
+    return found.get((name, frozenset(labels.items())))
+
+
+def test_requests_are_counted_and_timed() -> None:
+    backend = ScriptedBackend()
+    world = World(backend)
+    app = build_http_app(world.service, MAX_BODY)
+
+    async def go() -> None:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            body: dict[str, Any] = {"model": "tiny", "prompt": "abc", "max_tokens": 13}
+            assert (await client.post("/v1/completions", json=body)).is_success
+            assert (await client.post("/v1/completions", json={**body, "stream": True})).is_success
+            refused = {**body, "max_tokens": 1000}
+            assert (await client.post("/v1/completions", json=refused)).status_code == 400
+            backend.fail = ReplicaLost("gone")
+            world.service._resume = type(world.service._resume)(0, 0.0)
+            lost = await client.post("/v1/completions", json=body)
+            assert lost.status_code == 503
+            found = samples((await client.get("/metrics")).text)
+        where = {"endpoint": "completions"}
+        assert value(found, "overstory_requests_total", outcome="ok", **where) == 2
+        long = "context_length_exceeded"
+        assert value(found, "overstory_requests_total", outcome=long, **where) == 1
+        assert value(found, "overstory_requests_total", outcome="replica_lost", **where) == 1
+        assert value(found, "overstory_prompt_tokens_total", **where) == 9
+        assert value(found, "overstory_generated_tokens_total", **where) == 2 * 13 + 3
+        assert value(found, "overstory_time_to_first_token_seconds_count", **where) == 3
+        assert value(found, "overstory_inter_chunk_seconds_count", **where) == 4
+        assert value(found, "overstory_request_seconds_count", **where) == 4
+        assert value(found, "overstory_queue_seconds_count") == 3
+        assert value(found, "overstory_http_answers_total", status="200") == 2
+        assert value(found, "overstory_http_answers_total", status="400") == 1
+        assert value(found, "overstory_ready") == 1
+        assert value(found, "overstory_sequences_limit") == 8
+
+    asyncio.run(go())
+
+
+def test_a_client_that_leaves_is_counted_as_such() -> None:
+    backend = ScriptedBackend()
+    world = World(backend)
+    backend.gate = asyncio.Event()
+    app = build_http_app(world.service, MAX_BODY)
+
+    async def go() -> None:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            body = {"model": "tiny", "prompt": "abc", "max_tokens": 13}
+            asking = asyncio.ensure_future(client.post("/v1/completions", json=body))
+            async with asyncio.timeout(10):
+                while not backend.calls:
+                    await asyncio.sleep(0)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            found = samples((await client.get("/metrics")).text)
+        left = value(found, "overstory_requests_total", outcome="aborted", endpoint="completions")
+        assert left == 1
+
+    asyncio.run(go())
+
+
+def test_times_of_a_stream() -> None:
+    now = [0.0]
+    meters = Meters(GATEWAY, "d", through_ray=False)
+    watch = RequestWatch(meters, "chat", lambda: now[0], streamed=True)
+    for at, index, tokens in ((1.0, 0, 3), (1.5, 0, 5), (1.5, 1, 9), (2.0, 1, 13)):
+        now[0] = at
+        watch.piece(Piece(index, "x"), Usage(7, tokens))
+    now[0] = 3.0
+    watch.ended("ok", Usage(7, 13))
+    watch.ended("aborted", Usage(7, 13))
+    found = samples(meters.text().decode())
+    where = {"endpoint": "chat"}
+    assert value(found, "overstory_time_to_first_token_seconds_sum", **where) == 1.0
+    assert value(found, "overstory_inter_chunk_seconds_sum", **where) == 1.0
+    assert value(found, "overstory_inter_chunk_seconds_count", **where) == 2
+    assert value(found, "overstory_time_per_output_token_seconds_sum", **where) == 0.2
+    assert value(found, "overstory_request_seconds_sum", **where) == 3.0
+    assert value(found, "overstory_requests_total", outcome="ok", **where) == 1
+    assert value(found, "overstory_requests_total", outcome="aborted", **where) is None
+
+
+def _status(forwards: int, phase: str = "leased", health: str = "HEALTHY") -> dict[str, Any]:
+    counts = {
+        "forwards": forwards, "requests": 2 * forwards, "rows": 32 * forwards,
+        "tokens": 5 * forwards, "offered_by_depth": [2 * forwards, forwards],
+        "accepted_by_depth": [forwards, 1], "stage_ns": {"verify": forwards * 10**6},
+    }  # fmt: skip
+    rank = {
+        "rank": 0, "age_s": 0.5, "policy": "tree-15", "steps_per_s": 10.0, "tokens_per_s": 50.0,
+        "tokens_per_forward": 2.5,
+        "load": {"running": 2, "waiting": 1, "free_slots": 70, "cached_slots": 10,
+                 "max_slots": 100},
+        "steps": {"verify": {"tree-15": counts}, "prefill": {"forwards": 3, "tokens": 90}},
+    }  # fmt: skip
+    replica = {
+        "name": "r1", "phase": phase, "ranks": [rank], "fragmentation": {"contiguous_share": 0.75},
+    }  # fmt: skip
+    return {"replicas": [replica], "health": [{"name": "r1", "state": health}]}
+
+
+def test_reports_become_metrics() -> None:
+    meters = Meters(CONTROLLER, "d", through_ray=False)
+    exported = ControllerMetrics(meters)
+    exported.export(_status(4))
+    exported.export(_status(6))
+    found = samples(meters.text().decode())
+    of = {"replica": "r1", "rank": "0", "policy": "tree-15"}
+    assert value(found, "overstory_verify_steps_total", **of) == 6
+    assert value(found, "overstory_verify_rows_total", **of) == 192
+    deep = {"replica": "r1", "policy": "tree-15", "depth": "2"}
+    assert value(found, "overstory_draft_offered_total", **deep) == 6
+    assert value(found, "overstory_draft_accepted_total", **deep) == 1
+    stage = value(found, "overstory_stage_seconds_total", replica="r1", rank="0", stage="verify")
+    assert stage == pytest.approx(0.006)
+    slots = {
+        state: value(found, "overstory_kv_slots", replica="r1", rank="0", state=state)
+        for state in ("free", "cached", "used")
+    }
+    assert slots == {"free": 70, "cached": 10, "used": 20}
+    assert value(found, "overstory_kv_neighbours", replica="r1") == 0.75
+    assert value(found, "overstory_tree_policy", replica="r1", policy="tree-15") == 1
+    assert value(found, "overstory_replicas", phase="leased") == 1
+
+    exported.export(_status(2))  # its ranks started anew: their counters begin at 0
+    found = samples(meters.text().decode())
+    assert value(found, "overstory_verify_steps_total", **of) == 8
+
+
+def test_faults_are_counted_once_and_gauges_of_the_gone_are_zero() -> None:
+    meters = Meters(CONTROLLER, "d", through_ray=False)
+    exported = ControllerMetrics(meters)
+    exported.export(_status(4))
+    for _ in range(3):
+        exported.export(_status(4, "lost", "DEAD"))
+    found = samples(meters.text().decode())
+    assert value(found, "overstory_faults_total", kind="lost") == 1
+    assert value(found, "overstory_faults_total", kind="DEAD") == 1
+    assert value(found, "overstory_replicas", phase="leased") == 0
+    assert value(found, "overstory_replicas", phase="lost") == 1
+    assert value(found, "overstory_engine_running", replica="r1") == 0
+    exported.export(_status(4))
+    exported.export(_status(4, "lost", "HEALTHY"))
+    found = samples(meters.text().decode())
+    assert value(found, "overstory_faults_total", kind="lost") == 2
+
+
+def test_names_follow_prometheus() -> None:
+    assert len(METRICS) == len(GATEWAY) + len(CONTROLLER)
+    for metric in METRICS.values():
+        assert re.fullmatch("[a-z][a-z_]*", metric.name)
+        assert not metric.name.endswith("_total")
+        assert bool(metric.buckets) == (metric.kind == "histogram")
+        assert list(metric.buckets) == sorted(metric.buckets)
+        if metric.kind == "histogram":
+            assert metric.name.endswith(f"_{metric.unit}")
+
+
+def test_the_page_is_generated() -> None:
+    assert (ROOT / "docs" / "metrics.md").read_text() == as_markdown()
