@@ -163,6 +163,7 @@ def _serve_config(spec: DeploymentSpec, plan: Plan) -> str:
                 "name": spec.name,
                 "route_prefix": "/",
                 "import_path": IMPORT_PATH,
+                "external_scaler_enabled": True,  # the controller drops what it gives up
                 "args": args_of(spec, plan.nodes_per_replica),
             }
         ],

@@ -267,6 +267,14 @@ def test_no_check_that_cannot_find() -> None:
     assert silent == []
 
 
+def test_the_page_names_every_check() -> None:
+    page = (ROOT / "docs" / "doctor.md").read_text()
+    faulty = [facts(second=change) for change, *_ in SECOND_CHANGED]
+    names = {finding.check for each in faulty for finding in findings(each)}
+    names |= {check.__name__.removeprefix("check_") for check in CHECKS}
+    assert [name for name in sorted(names) if f"\n| {name} |" not in page] == []
+
+
 def test_a_node_that_cannot_be_looked_at() -> None:
     dead = NodeFacts("n2", "10.0.0.2", fault="cannot be looked at: No module named 'overstory'")
     found = only(findings(Facts((node(1), dead), (), replace(WANTED, gpus=8))))
