@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from overstory.orchestrator import cli_changing, cli_keys, cli_looking, cli_planning
+from overstory.orchestrator import cli_changing, cli_keys, cli_looking, cli_planning, cli_policy
 from overstory.orchestrator.cli_support import AsJson, Endpoint, File, Name, Overrides
 from overstory.orchestrator.cli_support import known as _known
 from overstory.orchestrator.cli_support import told as _told
@@ -226,6 +226,7 @@ app.add_typer(cli_keys.app, name="key")
 app.command()(cli_changing.restart)
 app.command()(cli_looking.doctor)
 app.command()(cli_looking.report)
+app.command()(cli_policy.policy)
 app.command()(cli_planning.manifest)
 app.command()(cli_planning.capacity)
 

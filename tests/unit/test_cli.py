@@ -16,7 +16,7 @@ LOCAL = str(Path(__file__).parents[2] / "clusters" / "local" / "deployment.yaml"
 HEAVY = ("ray", "torch", "sglang", "transformers", "numpy", "fastapi", "pydantic", "yaml", "httpx")
 COMMANDS = (
     *("deploy", "status", "generate", "scale", "bench", "defrag", "down", "plan"),
-    *("manifest", "capacity", "doctor", "report"),
+    *("manifest", "capacity", "doctor", "report", "policy"),
 )
 
 

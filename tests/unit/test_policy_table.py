@@ -67,6 +67,8 @@ def test_a_disturbed_cell_costs_no_more_than_larger_ones() -> None:
         ("cost_us", [[[0, 1], [1, 1]]] * 2, "must be 1 to"),
         ("cost_us", [[[1.5, 1], [1, 1]]] * 2, "whole numbers"),
         ("cost_us", 7, "no cost table"),
+        ("sampled_us", [[0]], "sampling costs"),
+        ("sampled_us", [[0, -1]] * 2, "sampling costs"),
     ],
 )
 def test_what_is_no_table(field: str, value: Any, said: str) -> None:
@@ -102,6 +104,9 @@ class FakeTimer:
         self.now += microseconds / 1e6
         return microseconds
 
+    def draw_us(self, policy: TreePolicy) -> int:
+        return self.cell[0] * (policy.drafted_nodes(8) + 1)
+
     def clock(self) -> float:
         return self.now
 
@@ -117,7 +122,9 @@ def test_measures_the_whole_grid_when_there_is_time() -> None:
     assert costs.contexts == GRID.contexts
     for o, nodes in enumerate(OPTIONS.nodes):
         for batch, context in itertools.product(GRID.batches, GRID.contexts):
-            assert costs.cost(o, batch, context) == timer.cost(nodes, batch, context)
+            cost = timer.cost(nodes, batch, context)
+            assert costs.cost(o, batch, context) == cost
+            assert costs.cost(o, batch, context, sampled=True) == cost + batch * (nodes + 1)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 0.3, 1.0])

@@ -77,7 +77,9 @@ class DDTreeWorker(DFlashWorkerV2):
         self._target_kv: TargetKv | None = None
         self._tiers: GraphTiers | None = None
         self._window_offsets = torch.arange(self.limits.max_rows, device=self.device)
-        self.chooser = StepChooser(Options.of(block_size, self.limits.max_nodes), self._group)
+        self.chooser = StepChooser(
+            Options.of(block_size, self.limits.max_nodes), self._group, self.device == "cpu"
+        )
         tree_policy.HOLDER.start(
             starting_policy(self.limits.max_rows, block_size),
             block_size,

@@ -28,11 +28,13 @@ class Shape:
         drafting: [kind] requests that may be drafted for.
         plain: requests that want nothing drafted.
         context: committed tokens per request, mean of the batch.
+        sampled: whether any request samples: then all rows go through the sampler.
     """
 
     drafting: tuple[int, ...]
     plain: int
     context: int
+    sampled: bool = False
 
     @property
     def batch(self) -> int:
@@ -64,7 +66,8 @@ def rate(table: CostTable, beliefs: Beliefs, shape: Shape, option: int) -> Rate:
 def step_us(table: CostTable, beliefs: Beliefs, shape: Shape, option: int) -> int:
     """Microseconds of a step of this batch."""
     nearest = min(range(len(table.batches)), key=lambda b: abs(table.batches[b] - shape.batch))
-    return table.cost(option, shape.batch, shape.context) + beliefs.overhead_us[nearest]
+    cost = table.cost(option, shape.batch, shape.context, shape.sampled)
+    return cost + beliefs.overhead_us[nearest]
 
 
 def choose(

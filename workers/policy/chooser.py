@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 SYNC_STEPS = 8
 """Decode steps between two broadcasts of beliefs."""
 
+OBSERVED = 8
+"""Most requests of a step whose walks are counted: a large batch teaches enough, and counting them
+all would take the host's time."""
+
 _CONTEXT_GRAIN = 64
 """Contexts are rounded down to a multiple, so that choices can be kept for some steps."""
 
@@ -50,7 +54,10 @@ def shape_of(batch: ScheduleBatch) -> Shape:
             counts[GREEDY if req.sampling_params.top_k == 1 else SAMPLED] += 1
     mean = int(batch.seq_lens_sum or 0) // len(batch.reqs)
     return Shape(
-        tuple(counts), len(batch.reqs) - sum(counts), mean // _CONTEXT_GRAIN * _CONTEXT_GRAIN
+        tuple(counts),
+        len(batch.reqs) - sum(counts),
+        mean // _CONTEXT_GRAIN * _CONTEXT_GRAIN,
+        sampled=any(req.sampling_params.top_k != 1 for req in batch.reqs),
     )
 
 
@@ -89,9 +96,13 @@ class StepOutcome:
         The tensors were copied behind the step on its stream: its results must have been read.
         """
         columns = (self.parents, self.ranks, self.sizes, self.rows)
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        for kind, runs, (parents, ranks, size, path) in zip(self.kinds, running, rows, strict=True):
-            if runs and kind is not None and size > 1:
+        counted = [b for b, kind in enumerate(self.kinds) if running[b] and kind is not None]
+        if len(counted) > OBSERVED:
+            counted = [counted[i * len(counted) // OBSERVED] for i in range(OBSERVED)]
+        for b in counted:
+            parents, ranks, size, path = (column[b].tolist() for column in columns)
+            kind = self.kinds[b]
+            if kind is not None and size > 1:
                 accepted = [row for row in path[1:] if row >= 0]
                 self.steering.observe(kind, Walk(parents, ranks, accepted, size, self.chain))
 
@@ -114,11 +125,14 @@ class StepChooser:
     Args:
         options: what the automatic rule chooses from.
         group: the tensor-parallel ranks.
+        host_waits: a step has run when its launch returns, so that the time until the next launch
+            is the engine's own.
     """
 
-    def __init__(self, options: Options, group: DecisionGroup) -> None:
+    def __init__(self, options: Options, group: DecisionGroup, host_waits: bool) -> None:
         self.options = options
         self.group = group
+        self._host_waits = host_waits
         self._auto: _Auto | None = None
         self._last: Decision | None = None
         self._chosen: TreePolicy | None = None
@@ -144,8 +158,8 @@ class StepChooser:
         return self._chosen, told
 
     def ended(self, batch: ScheduleBatch) -> None:
-        """The step has been launched; the time until the next one begins is the engine's own."""
-        self._ended = (time.perf_counter_ns(), len(batch.reqs))
+        """The step has been launched."""
+        self._ended = (time.perf_counter_ns(), len(batch.reqs)) if self._host_waits else None
 
     def interrupted(self) -> None:
         """Something else than a decode step comes next: the time that passes is not a step's."""
@@ -207,7 +221,7 @@ class StepChooser:
         return Beliefs.from_ints(self.group.host_ints([0] * length), len(self.options))
 
     def _note_pause(self, batch: int) -> None:
-        """The engine's own work between two steps, where the host waits for each step."""
+        """The engine's own work between two steps."""
         ended, self._ended = self._ended, None
         auto = self._auto
         if ended is None or auto is None or auto.steering is None or ended[1] != batch:

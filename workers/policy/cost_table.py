@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 _MOST_US = 10**9
@@ -28,12 +29,14 @@ class CostTable:
         batches: requests per step, ascending.
         contexts: committed tokens per request (mean of the batch), ascending.
         cost_us: [option][batch][context], at least 1, never falling with batch or context.
+        sampled_us: [option][batch], what drawing adds where any request of the batch samples.
     """
 
     options: tuple[str, ...]
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     cost_us: tuple[tuple[tuple[int, ...], ...], ...]
+    sampled_us: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
         for name, axis in (("batches", self.batches), ("contexts", self.contexts)):
@@ -48,6 +51,10 @@ class CostTable:
                 f"cost table of {len(self.options)} options, {len(self.batches)} batches and "
                 f"{len(self.contexts)} contexts holds rows of {shape}"
             )
+        if [len(row) for row in self.sampled_us] != [len(self.batches)] * len(self.options):
+            raise BadTable(f"sampling costs of a cost table are {self.sampled_us}")
+        if not all(0 <= cell <= _MOST_US for row in self.sampled_us for cell in row):
+            raise BadTable(f"sampling costs must be 0 to {_MOST_US} us, got {self.sampled_us}")
         for option in self.cost_us:
             for row in option:
                 if not all(1 <= cell <= _MOST_US for cell in row):
@@ -61,8 +68,10 @@ class CostTable:
         contexts: Sequence[int],
         cost_us: Mapping[tuple[int, int, int], int],
         rising: Sequence[Sequence[int]] = (),
+        sampled_us: Mapping[tuple[int, int], int] = MappingProxyType({}),
     ) -> CostTable:
-        """Table of measured cells (option, batch index, context index).
+        """Table of measured cells (option, batch index, context index), and of what drawing adds
+        (option, batch index; none is 0).
 
         More requests, more context and more rows never cost less. Where cells say so, the dearer
         one was disturbed (noise only adds time), so a cell costs at most what larger ones do.
@@ -82,10 +91,16 @@ class CostTable:
             tuple(tuple(cells[o, b, c] for c in range(len(contexts))) for b in range(len(batches)))
             for o in range(len(options))
         )
-        return cls(tuple(options), tuple(batches), tuple(contexts), grid)
+        draws = tuple(
+            tuple(sampled_us.get((o, b), 0) for b in range(len(batches)))
+            for o in range(len(options))
+        )
+        return cls(tuple(options), tuple(batches), tuple(contexts), grid, draws)
 
-    def cost(self, option: int, batch: int, context: int) -> int:
+    def cost(self, option: int, batch: int, context: int, sampled: bool = False) -> int:
         """Microseconds of a step of ``batch`` requests with ``context`` tokens each, at least 1.
+
+        ``sampled``: not all of them are greedy.
 
         Linear between the cells and beyond the last; below the first it is that of the first.
         Integers only, so that all ranks get the same.
@@ -93,7 +108,8 @@ class CostTable:
         along = [
             _line(self.contexts, self.cost_us[option][b], context) for b in range(len(self.batches))
         ]
-        return max(1, _line(self.batches, along, batch))
+        drawing = max(0, _line(self.batches, self.sampled_us[option], batch)) if sampled else 0
+        return max(1, _line(self.batches, along, batch)) + drawing
 
     @cached_property
     def version(self) -> int:
@@ -109,6 +125,7 @@ class CostTable:
                 "batches": self.batches,
                 "contexts": self.contexts,
                 "cost_us": self.cost_us,
+                "sampled_us": self.sampled_us,
             }
         )
 
@@ -125,6 +142,7 @@ class CostTable:
                 _integers(data["batches"]),
                 _integers(data["contexts"]),
                 tuple(tuple(_integers(row) for row in option) for option in data["cost_us"]),
+                tuple(_integers(row) for row in data["sampled_us"]),
             )
         except (KeyError, TypeError) as error:
             raise BadTable(f"no cost table: {type(error).__name__}: {error}") from error

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from overstory.workers.ddtree.sampler import draw
 from overstory.workers.policy.cost_table import CostTable
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from overstory.workers.tree_policy import TreePolicy
 
 logger = logging.getLogger(__name__)
+
+DRAWS = 3
+"""Timings of the sampler alone."""
 
 ROUNDS = 5
 """Most timings of a cell. The shortest counts: whatever else the machine does only adds."""
@@ -38,7 +42,10 @@ class Timer(Protocol):
         """Next steps are of ``batch`` requests with ``context`` tokens each."""
 
     def step_us(self, policy: TreePolicy) -> int:
-        """Microseconds of one step under ``policy``."""
+        """Microseconds of one greedy step under ``policy``."""
+
+    def draw_us(self, policy: TreePolicy) -> int:
+        """Microseconds that sampling adds to such a step."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +126,7 @@ def measure(
     """
     deadline = clock() + seconds
     found: dict[Cell, list[int]] = {}
+    draws: dict[int, list[int]] = {}
     cells = grid.cells()
     for number, cell in enumerate(cells):
         share = clock() + (deadline - clock()) / (len(cells) - number)
@@ -133,11 +141,15 @@ def measure(
         if not rounds:
             break
         found[cell] = [min(times) for times in zip(*rounds, strict=True)]
+        if cell[0] not in draws:
+            draws[cell[0]] = [timer.draw_us(policy) for policy in options.policies]
     logger.info("cost table: %d of %d cells in time", len(found), len(cells))
-    return _table(options, found)
+    return _table(options, found, draws)
 
 
-def _table(options: Options, found: dict[Cell, list[int]]) -> CostTable:
+def _table(
+    options: Options, found: dict[Cell, list[int]], draws: dict[int, list[int]]
+) -> CostTable:
     batches = sorted({batch for batch, _ in found})
     contexts = sorted({context for _, context in found})
     costs = {
@@ -146,7 +158,10 @@ def _table(options: Options, found: dict[Cell, list[int]]) -> CostTable:
         for b, batch in enumerate(batches)
         for c, context in enumerate(contexts)
     }
-    return CostTable.measured(options.names, batches, contexts, costs, options.rising)
+    drawn = {
+        (o, b): draws[batch][o] for o in range(len(options)) for b, batch in enumerate(batches)
+    }
+    return CostTable.measured(options.names, batches, contexts, costs, options.rising, drawn)
 
 
 def _at(option: int, batch: int, context: int, found: dict[Cell, list[int]]) -> int:
@@ -198,6 +213,24 @@ class CellTimer:
         self._wait()
         return max(1, (time.perf_counter_ns() - begun) // 1000)
 
+    def draw_us(self, policy: TreePolicy) -> int:
+        """See `Timer`."""
+        worker, bs = self._worker, len(self._roots)
+        rows = 1 + policy.drafted_nodes(worker.limits.block_size)
+        vocabulary = int(worker.model_runner.model_config.vocab_size)
+        logits = torch.empty((bs * rows, vocabulary), device=worker.device).normal_()
+        positions = torch.arange(bs * rows, device=worker.device)
+        greedy = self._batch.sampling_info
+        sampled = _sampling_info(self._batch, vocabulary, 1.0)
+        times: dict[bool, list[int]] = {True: [], False: []}
+        for info in (greedy, sampled) * DRAWS:
+            self._wait()
+            begun = time.perf_counter_ns()
+            draw(logits, info, positions, rows)
+            self._wait()
+            times[info is sampled].append(time.perf_counter_ns() - begun)
+        return max(0, min(times[True]) - min(times[False])) // 1000
+
     def _wait(self) -> None:
         if self._worker.device != "cpu":
             torch.cuda.synchronize()
@@ -205,7 +238,6 @@ class CellTimer:
 
 def _made_up_batch(worker: DDTreeWorker, size: int, context: int) -> Any:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.sampling.sampling_params import SamplingParams
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -213,9 +245,8 @@ def _made_up_batch(worker: DDTreeWorker, size: int, context: int) -> Any:
     vocabulary = int(runner.model_config.vocab_size)
     reqs = []
     for number in range(size):
-        params = SamplingParams(temperature=0.0, max_new_tokens=1 << 20)
-        params.normalize(None)
-        reqs.append(Req(f"cost-{number}", "", array("q", [0] * 8), params, vocab_size=vocabulary))
+        ids = array("q", [0] * 8)
+        reqs.append(Req(f"cost-{number}", "", ids, SamplingParams(), vocab_size=vocabulary))
     batch = ScheduleBatch.init_new(
         reqs,
         runner.req_to_token_pool,
@@ -231,5 +262,15 @@ def _made_up_batch(worker: DDTreeWorker, size: int, context: int) -> Any:
     batch.seq_lens_sum = size * context
     batch.orig_seq_lens = batch.seq_lens.to(torch.int32)
     batch.req_pool_indices = torch.arange(1, 1 + size, device=worker.device)
-    batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, vocabulary)
+    batch.sampling_info = _sampling_info(batch, vocabulary, 0.0)
     return batch
+
+
+def _sampling_info(batch: Any, vocabulary: int, temperature: float) -> Any:
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    for req in batch.reqs:
+        req.sampling_params = SamplingParams(temperature=temperature, max_new_tokens=1 << 20)
+        req.sampling_params.normalize(None)
+    return SamplingBatchInfo.from_schedule_batch(batch, vocabulary)
