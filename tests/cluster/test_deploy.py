@@ -14,11 +14,12 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from leftovers import port_is_free, processes_naming
+from leftovers import port_is_free, processes_naming, wait_until
 
 from overstory.orchestrator.local_ray import (
     auth_environment,
@@ -27,6 +28,7 @@ from overstory.orchestrator.local_ray import (
     start_local_ray,
     stop_local_ray,
 )
+from overstory.orchestrator.metric_table import METRICS
 from overstory.orchestrator.state import LocalRayRecord, read_state
 from overstory.workers.tiny.paths import resolve_model
 
@@ -101,6 +103,25 @@ def assert_nothing_left(own: LocalRayRecord, port: int) -> None:
     assert port_is_free(port)
 
 
+def exported_names(own: LocalRayRecord) -> set[str]:
+    """Metrics that Ray's agent of the one node exports now."""
+    command = Path(f"/proc/{own.pid}/cmdline").read_text().split("\0")
+    port = next(part.split("=")[1] for part in command if part.startswith("--metrics-export-port="))
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return {line.split("{")[0].split(" ")[0] for line in lines if not line.startswith("#")}
+
+
+def assert_all_exported(own: LocalRayRecord) -> None:
+    """Prometheus would see every metric of the table, and so every panel has data."""
+    wanted = {
+        metric.ray_name + ("_bucket" if metric.kind == "histogram" else "")
+        for metric in METRICS.values()
+        if metric.name != "faults"  # none so far
+    }
+    wait_until(lambda: wanted <= exported_names(own), 60, "all metrics are exported")
+
+
 def test_up_used_and_down(shell: Shell) -> None:
     port = free_port()
     up = shell.deploy(f"gateway.port={port}")
@@ -154,6 +175,10 @@ def test_up_used_and_down(shell: Shell) -> None:
     assert after["controller"]["policy"] == "tree-31"  # As before the benchmark.
     (replica,) = after["controller"]["replicas"]
     assert replica["fragmentation"]["free"] == done["after"]["free"]
+
+    assert_all_exported(own)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        assert b"overstory_requests_total" in answer.read()
 
     looked = shell("doctor", str(LOCAL), "--json")
     diagnosis = json.loads(looked.stdout)

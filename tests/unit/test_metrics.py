@@ -12,6 +12,7 @@ from test_openai_endpoint import MAX_BODY, ScriptedBackend, World
 
 from overstory.orchestrator.backend import ReplicaLost
 from overstory.orchestrator.controller_metrics import ControllerMetrics
+from overstory.orchestrator.dashboards import DASHBOARDS, alert_rules, dashboard, files
 from overstory.orchestrator.endpoint import build_http_app
 from overstory.orchestrator.generation import Piece
 from overstory.orchestrator.meters import Meters
@@ -195,3 +196,68 @@ def test_names_follow_prometheus() -> None:
 
 def test_the_page_is_generated() -> None:
     assert (ROOT / "docs" / "metrics.md").read_text() == as_markdown()
+
+
+# ---------------------------------------------------------------- dashboards and alerts
+
+
+def _names(query: str) -> set[str]:
+    return set(re.findall(r"ray_[a-z_]+", re.sub(r"ray_io_cluster", "", query)))
+
+
+def _known() -> set[str]:
+    names = {metric.ray_name for metric in METRICS.values()}
+    histograms = [metric for metric in METRICS.values() if metric.kind == "histogram"]
+    return names | {
+        f"{m.ray_name}_{part}" for m in histograms for part in ("bucket", "sum", "count")
+    }
+
+
+def _queries() -> list[str]:
+    panels = [
+        target["expr"]
+        for name in DASHBOARDS
+        for panel in dashboard(name)["panels"]
+        for target in panel["targets"]
+    ]
+    return panels + [rule["expr"] for rule in alert_rules()["groups"][0]["rules"]]
+
+
+def test_the_files_are_generated() -> None:
+    folder = ROOT / "clusters" / "monitoring"
+    assert {file.name: file.read_text() for file in folder.iterdir()} == files()
+
+
+@pytest.mark.parametrize("query", _queries())
+def test_every_query_is_of_metrics_that_there_are(query: str) -> None:
+    names = _names(query)
+    assert names
+    assert names <= _known()
+    assert query.count("(") == query.count(")")
+    assert query.count("{") == query.count("}")
+    for name, labels in re.findall(r"(ray_overstory_[a-z_]+)\{([^}]*)\}", query):
+        bare = re.sub("_(bucket|sum|count)$", "", name)
+        metric = next(m for m in METRICS.values() if m.ray_name in (name, bare))
+        used = set(re.findall(r"([a-z_]+)(?:=|!)", labels))
+        assert used <= {*metric.labels, "deployment", "ray_io_cluster"}, name
+
+
+def test_every_metric_has_a_panel_and_every_panel_a_place() -> None:
+    shown = set().union(*map(_names, _queries()))
+    for metric in METRICS.values():
+        assert any(name.startswith(metric.ray_name) for name in shown), metric.name
+    uids = set()
+    for name in DASHBOARDS:
+        board = dashboard(name)
+        uids.add(board["uid"])
+        panels = board["panels"]
+        assert len({panel["id"] for panel in panels}) == len(panels)
+        places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}
+        assert len(places) == len(panels)
+        variables = {variable["name"] for variable in board["templating"]["list"]}
+        assert {"datasource", "Cluster", "interval"} <= variables
+        for panel in panels:
+            assert panel["datasource"]["uid"] == "${datasource}"
+            for target in panel["targets"]:
+                assert set(re.findall(r"\$([A-Za-z]+)", target["expr"])) <= variables
+    assert len(uids) == len(DASHBOARDS)
