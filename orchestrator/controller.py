@@ -77,6 +77,7 @@ class Controller:
         defrag_below: contiguous share below which a look is followed by passes.
         in_charge: whether this is the deployment's controller beyond doubt; only then it takes back
             a replica that another one attached to. None: it never does.
+        draining: whether a replica is to go: its rows are not worth moving.
     """
 
     def __init__(
@@ -88,9 +89,11 @@ class Controller:
         defrag_every_s: float = 0.0,
         defrag_below: float = 0.9,
         in_charge: Callable[[], Awaitable[bool]] | None = None,
+        draining: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self._ranks = ranks
         self._in_charge = in_charge or _unknown
+        self._draining = draining
         self._defrag_every_s = defrag_every_s
         self._defrag_order = DefragOrder(below=defrag_below)
         self._defragmenting: set[str] = set()
@@ -195,7 +198,8 @@ class Controller:
             DefragRefused: a replica that is unknown, not steered (draining, lost, ...) or already
                 being defragmented; or its ranks refuse. Those before it are done.
         """
-        names = self._state.leased() if replica is None else [replica]
+        staying = [name for name in self._state.leased() if not self._draining(name)]
+        names = staying if replica is None else [replica]
         if not names:
             raise DefragRefused("no replica is under lease: there is nothing to defragment")
         return {name: await self._defragment(name, order) for name in names}
@@ -213,7 +217,9 @@ class Controller:
     # ------------------------------------------------------------------ `defrag.Steering`
 
     def epoch_under_lease(self, replica: str) -> int:
-        """Epoch at a replica that is steered; `DefragRefused` if it is not."""
+        """Epoch at a replica that is steered and stays; `DefragRefused` if not."""
+        if self._draining(replica):
+            raise DefragRefused(f"replica {replica} cannot be defragmented: it is draining")
         if replica not in self._state.leased():
             standing = self._state.standing(replica) or f"unknown; known: {self._state.leased()}"
             raise DefragRefused(f"replica {replica} cannot be defragmented: it is {standing}")

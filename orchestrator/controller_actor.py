@@ -19,7 +19,7 @@ from overstory.orchestrator.fleet_watch import FleetWatch
 from overstory.orchestrator.lease import Command
 from overstory.orchestrator.rank_directory import RankDirectory
 from overstory.orchestrator.rank_group import NAMESPACE
-from overstory.orchestrator.replica_health import HealthLimits
+from overstory.orchestrator.replica_health import HealthLimits, State
 
 
 def controller_name(deployment: str) -> str:
@@ -41,10 +41,14 @@ class _ControllerActor:
             defrag_every_s=defrag_every_s,
             defrag_below=defrag_below,
             in_charge=functools.partial(_in_charge, deployment),
+            draining=self._draining,
         )
         self._controller.start()
         self._replicas = FleetWatch(
-            Fleet(time.monotonic), _actor_names, functools.partial(_drop_replica, deployment)
+            Fleet(time.monotonic),
+            _actor_names,
+            functools.partial(_leaving, deployment),
+            functools.partial(_drop_replica, deployment),
         )
         loop = asyncio.get_running_loop()
         self._looking = loop.create_task(self._replicas.run())
@@ -94,6 +98,9 @@ class _ControllerActor:
             "health": self._replicas.fleet.status(),
         }
 
+    def _draining(self, replica: str) -> bool:
+        return self._replicas.fleet.state_of(replica) is State.DRAINING
+
     async def pid(self) -> int:
         """Its process, for status and tests."""
         return os.getpid()
@@ -108,6 +115,18 @@ class _ControllerActor:
 async def _actor_names() -> list[str]:
     listed = await asyncio.to_thread(ray.util.list_named_actors, all_namespaces=True)
     return [row["name"] for row in listed]
+
+
+async def _leaving(deployment: str) -> list[str]:
+    """Replicas that Serve is taking out; none where Serve does not run or know the deployment."""
+    try:
+        controller = await asyncio.to_thread(ray.get_actor, "SERVE_CONTROLLER_ACTOR", "serve")
+    except ValueError:
+        return []
+    details = await controller.get_serve_instance_details.remote()
+    app = details["applications"].get(deployment, {"deployments": {}})
+    replicas = app["deployments"].get("Replica", {"replicas": []})["replicas"]
+    return [row["replica_id"] for row in replicas if row["state"] == "STOPPING"]
 
 
 async def _drop_replica(deployment: str) -> None:

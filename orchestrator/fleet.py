@@ -82,6 +82,7 @@ class Fleet:
             slot = self._find(name)
             assert slot is not None
         health = slot.health
+        health.returned()
         if word["generated"]:
             health.generated()
         if word["probe_failures"]:
@@ -111,14 +112,20 @@ class Fleet:
 
     # ------------------------------------------------------------------ what is seen
 
-    def look(self, actors: Collection[str]) -> int:
-        """Compares with the actors that Ray knows; what time and absence have ended is decided.
+    def look(self, actors: Collection[str], leaving: Collection[str] = ()) -> int:
+        """Compares with what Ray and Serve know; what time and absence have ended is decided.
+
+        Args:
+            actors: names of the actors that Ray knows.
+            leaving: names of the replicas that Serve is taking out.
 
         Returns:
             number of replicas that are given up now.
         """
         given_up = 0
         for slot in list(self._slots):
+            if slot.health.name in leaving and slot.actor in actors:
+                slot.health.drain("Serve is taking it out")
             if slot.health.state in ALIVE and slot.actor:
                 slot.absent = 0 if slot.actor in actors else slot.absent + 1
                 if slot.absent >= ABSENT_LOOKS:

@@ -23,6 +23,7 @@ class FleetWatch:
     Args:
         fleet: what is known.
         actors: names of all actors that Ray knows.
+        leaving: names of the replicas that Serve is taking out.
         drop_replica: has Serve want one replica fewer.
     """
 
@@ -30,10 +31,12 @@ class FleetWatch:
         self,
         fleet: Fleet,
         actors: Callable[[], Awaitable[Collection[str]]],
+        leaving: Callable[[], Awaitable[Collection[str]]],
         drop_replica: Callable[[], Awaitable[None]],
     ) -> None:
         self.fleet = fleet
         self._actors = actors
+        self._leaving = leaving
         self._drop_replica = drop_replica
         self._too_many = 0
 
@@ -48,7 +51,8 @@ class FleetWatch:
 
     async def look(self) -> None:
         """One look; what Serve could not be told before is told now."""
-        self._give_up(self.fleet.look(await self._actors()))
+        actors = await self._actors()
+        self._give_up(self.fleet.look(actors, await self._leaving()))
         while self._too_many:
             await self._drop_replica()
             self._too_many = max(0, self._too_many - 1)

@@ -74,7 +74,7 @@ class HealthLimits:
     Attributes:
         suspect_s: standstill with work in hand, outside a prefill, that raises suspicion.
         stall_s: standstill with work in hand that is death.
-        silence_s: time without any report that is death.
+        silence_s: time without any report that is death; one that starts has nothing to report.
         failures: failed probes in a row, or failed requests in a row, that raise suspicion.
         restarts: lives in a row that may fail before the replica is given up.
         proven_s: a life that was ready for so long makes the budget whole again.
@@ -166,6 +166,15 @@ class ReplicaHealth:
         self.name = name
         self._new_life()
         self._go(State.WARMING, f"{name} has begun")
+
+    def returned(self) -> None:
+        """The process that was taken for dead speaks: it was only slow. Its death is taken back."""
+        if self.state is State.DEAD:
+            self.decide()
+        if self._state is State.RESTARTING:
+            self.failed_lives = max(0, self.failed_lives - 1)
+            self._new_life()
+            self._go(State.WARMING, f"{self.name} was only slow to answer")
 
     def reported(self, forwards: int, work: int, prefilling: bool = False) -> None:
         """It said how far it is.
@@ -282,7 +291,7 @@ class ReplicaHealth:
         if self._state not in ALIVE:
             return
         silent_s, still_s = self._clock() - self._heard_s, self._still_s()
-        if silent_s > self.limits.silence_s:
+        if silent_s > self.limits.silence_s and self._state is not State.WARMING:
             self._die(f"no sign of life for {silent_s:.0f} s")
         elif self._state is not State.WARMING and self._work and still_s > self.limits.stall_s:
             self._die(

@@ -223,6 +223,16 @@ def test_a_replica_that_is_not_steered_is_refused_with_its_phase(phase: str) -> 
         asyncio.run(steering.defrag(DefragOrder()))
 
 
+def test_a_replica_that_is_to_go_is_refused_and_left_out() -> None:
+    steering = controller("leased")
+    steering._draining = lambda name: name == "r"
+    with pytest.raises(DefragRefused, match="replica r cannot be defragmented: it is draining"):
+        asyncio.run(steering.defrag(DefragOrder(), "r"))
+    with pytest.raises(DefragRefused, match="no replica is under lease"):
+        asyncio.run(steering.defrag(DefragOrder()))
+    assert not steering._defragmenting
+
+
 def test_unknown_replicas_and_second_jobs_are_refused() -> None:
     steering = controller("leased")
     with pytest.raises(DefragRefused, match=r"it is unknown; known: \['r'\]"):

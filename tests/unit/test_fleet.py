@@ -107,6 +107,14 @@ def test_words_about_the_unknown_are_taken_in_or_ignored(fleet: Fleet) -> None:
     assert fleet.state_of("x") is State.HEALTHY
 
 
+def test_one_taken_for_dead_that_speaks_is_back_in_its_place(fleet: Fleet) -> None:
+    fleet.look(set())
+    fleet.look(set())
+    assert states(fleet) == ["RESTARTING"] * 3
+    fleet.said("b", "actor-b", LIMITS, WORD)
+    assert states(fleet) == ["RESTARTING", "HEALTHY", "RESTARTING"]
+
+
 def test_probes_that_fail_in_the_replica_make_it_suspect(fleet: Fleet) -> None:
     for failures in (1, 2, 3):
         fleet.said("a", "actor-a", LIMITS, {**WORD, "probe_failures": failures})

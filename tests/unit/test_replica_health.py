@@ -123,6 +123,23 @@ def test_silence_is_death(health: ReplicaHealth, clock: Clock) -> None:
     assert "no sign of life for 31 s" in health.reason
 
 
+def test_one_that_starts_may_be_silent(clock: Clock) -> None:
+    health = ReplicaHealth(LIMITS, clock, "r1")
+    clock.now += 3600
+    assert health.state is State.WARMING
+
+
+def test_one_that_was_only_slow_comes_back(health: ReplicaHealth, clock: Clock) -> None:
+    clock.now += 31
+    health.decide()
+    assert (health.state, health.failed_lives) == (State.RESTARTING, 1)
+    health.returned()
+    health.generated()
+    assert (health.state, health.failed_lives) == (State.HEALTHY, 0)
+    health.returned()
+    assert health.state is State.HEALTHY, "nothing to take back"
+
+
 def fail_life(health: ReplicaHealth, number: int) -> None:
     health.died(f"start {number} failed")
     health.decide()
@@ -243,6 +260,10 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def decides(self) -> None:
         self.health.decide()
+
+    @rule()
+    def speaks_again(self) -> None:
+        self.health.returned()
 
     @rule()
     def begins_anew(self) -> None:
