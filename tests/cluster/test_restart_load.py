@@ -1,0 +1,144 @@
+"""Restarts, crashes and other numbers of replicas under load: no request fails, none is altered.
+
+The commands run as a user runs them, before the real engine on a CPU.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from leftovers import wait_until
+from load_clients import Seen, load, questions
+from test_deploy import DOWN_S, LOCAL, UP_S, Shell
+
+from overstory.orchestrator.local_ray import free_port, stop_local_ray
+from overstory.orchestrator.state import read_state
+from overstory.workers.tiny.paths import resolve_model
+
+MODEL = "overstory-tiny"
+SMALL = ("engine.tp_size=1", "tree.budget=15", "engine.context_length=1024")
+
+
+class Deployed:
+    """A deployment by the command line, and its endpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        self.shell = Shell(folder)
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.file = folder / "deployment.yaml"
+        shutil.copy(LOCAL, self.file)
+        self.settings: list[str] = []
+
+    def up(self, *settings: str) -> None:
+        self.settings = [f"gateway.port={self.port}", *SMALL, *settings]
+        done = self.shell.deploy(*self.settings)
+        assert done.returncode == 0, done.stderr
+
+    def replicas(self) -> dict[str, int]:
+        """Names of the replicas under lease, with the pid of rank 0."""
+        picture = json.loads(self.shell("status", "--json").stdout)
+        return {
+            row["name"]: row["ranks"][0]["pid"]
+            for row in picture["controller"]["replicas"]
+            if row["phase"] == "leased"
+        }
+
+    def changed(self, *settings: str) -> list[str]:
+        """Arguments of a restart with the file and these settings over it."""
+        sets = [part for one in (*self.settings, *settings) for part in ("--set", one)]
+        return ["restart", str(self.file), *sets]
+
+
+@pytest.fixture
+def deployed(tmp_path: Path) -> Iterator[Deployed]:
+    deployed = Deployed(tmp_path)
+    yield deployed
+    deployed.shell("down", timeout_s=DOWN_S)
+    left = read_state(deployed.shell.state).local_ray
+    if left is not None:
+        stop_local_ray(left)
+
+
+def run(deployed: Deployed, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return deployed.shell(*arguments, timeout_s=UP_S)
+
+
+def assert_unharmed(seen: Seen) -> None:
+    assert seen.failed == []
+    assert seen.changed == []
+    assert seen.answers > 0
+
+
+def test_restart_crash_and_scale_under_load(deployed: Deployed) -> None:
+    """Two replicas, and room for one more beside them."""
+    deployed.up("replicas=2", "resources.cpus_per_rank=0.6")
+    first = deployed.replicas()
+    assert len(first) == 2
+    with load(deployed.url, questions(MODEL, 8, 48), clients=3) as seen:
+        _restart_refused_and_done(deployed)
+        second = deployed.replicas()
+        assert not set(first) & set(second)
+        _crash_one(deployed, second)
+        fewer = run(deployed, "scale", "1")
+        assert fewer.returncode == 0, fewer.stderr
+    assert_unharmed(seen)
+    _stops_at_a_replica_that_fails(deployed)
+
+
+def _restart_refused_and_done(deployed: Deployed) -> None:
+    fixed = run(deployed, *deployed.changed("gateway.max_queued_requests=7", "replicas=3"))
+    assert fixed.returncode == 1
+    assert "gateway.max_queued_requests: 64 -> 7 cannot change in a restart" in fixed.stderr
+    assert "overstory scale 3" in fixed.stderr
+    restarting = subprocess.Popen(
+        [deployed.shell.script, *deployed.changed("tree.budget=7")],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=deployed.shell.environment,
+    )
+    wait_until(lambda: read_state(deployed.shell.state).deployments["tiny"].restart, 60)
+    for words in (("restart",), ("scale", "3")):
+        refused = run(deployed, *words)
+        assert refused.returncode == 1
+        assert "is being changed already" in refused.stderr
+    _, told = restarting.communicate(timeout=UP_S)
+    assert restarting.returncode == 0, told
+    assert "starts beside its predecessor" in told
+    assert "tree.budget: 15 -> 7" in told
+    assert len(re.findall(r"replica \w+ took over after", told)) == 2
+    assert read_state(deployed.shell.state).deployments["tiny"].spec["tree"]["budget"] == 7
+
+
+def _crash_one(deployed: Deployed, before: dict[str, int]) -> None:
+    os.kill(next(iter(before.values())), signal.SIGKILL)
+
+    def replaced() -> bool:
+        now = deployed.replicas()
+        return len(now) == 2 and now != before
+
+    wait_until(replaced, UP_S, "the replica is replaced")
+
+
+def _stops_at_a_replica_that_fails(deployed: Deployed) -> None:
+    before = deployed.replicas()
+    broken = deployed.file.parent / "broken"
+    shutil.copytree(resolve_model("overstory-tiny-drafter"), broken)
+    for weights in broken.glob("*.safetensors"):
+        weights.write_bytes(weights.read_bytes()[:1000])
+    bad = run(deployed, *deployed.changed("replicas=1", "tree.budget=7", f"drafter={broken}"))
+    assert bad.returncode == 1
+    assert "stopped at a replica that failed (0 of 1 replicas are new" in bad.stderr, bad.stderr
+    assert "rank 0 died" in bad.stderr
+    assert "SafetensorError" in bad.stderr
+    assert deployed.replicas() == before
+    assert deployed.shell("generate", "x =", "--max-tokens", "4").returncode == 0
+    back = run(deployed, "restart")
+    assert back.returncode == 0, back.stderr
+    assert not set(before) & set(deployed.replicas())
