@@ -6,6 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEVICE ?= cpu
 DEPLOYMENT := clusters/local/deployment.yaml
+SECONDS := 600
+EVERY := 20
+SEED := 1
 
 # The environment is made anew only when what goes into it changes: the pins, the dependencies and
 # entry points (all of pyproject.toml above the first tool's section), the package mapping.
@@ -13,7 +16,7 @@ PINS := $(shell (cat constraints.txt setup.py; sed '/^\[tool.ruff/,$$d' pyprojec
 	| sha256sum | cut -c1-16)
 STAMP := $(VENV)/.ready-$(PINS)
 
-.PHONY: env demo down test test-unit test-full lint format help
+.PHONY: env demo down test test-unit test-full soak lint format help
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -50,6 +53,10 @@ test-unit: env
 ## make test-full  every test at full size; writes docs/test-results.md
 test-full: env
 	tests/run.sh full
+
+## make soak       ten minutes of mixed traffic with a random fault every 20 s (SECONDS=, EVERY=, SEED=)
+soak: env
+	$(BIN)/python tests/cluster/soak.py --seconds $(SECONDS) --every $(EVERY) --seed $(SEED)
 
 ## make lint       ruff and mypy
 lint: env

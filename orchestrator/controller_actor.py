@@ -80,9 +80,9 @@ class _ControllerActor:
         """See `FleetWatch.asked_for`."""
         self._replicas.asked_for(replicas)
 
-    async def given_up(self) -> str:
-        """See `Fleet.given_up`."""
-        return self._replicas.fleet.given_up()
+    async def hopeless(self) -> str:
+        """See `Fleet.hopeless`."""
+        return self._replicas.fleet.hopeless()
 
     async def status(self) -> dict[str, Any]:
         """See `Controller.status`, and `health`: `Fleet.status`."""
@@ -167,6 +167,18 @@ def find_controller(deployment: str) -> Any | None:
         return ray.get_actor(controller_name(deployment), namespace=NAMESPACE)
     except ValueError:
         return None
+
+
+def hopeless(deployment: str, timeout_s: float = 5.0) -> str:
+    """`Fleet.hopeless`; empty too where no controller answers."""
+    controller = find_controller(deployment)
+    if controller is None:
+        return ""
+    try:
+        reason: str = ray.get(controller.hopeless.remote(), timeout=timeout_s)
+    except (ray.exceptions.RayError, TimeoutError):
+        return ""
+    return reason
 
 
 def end_controller(deployment: str, timeout_s: float = 10.0) -> bool:

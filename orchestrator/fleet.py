@@ -154,6 +154,11 @@ class Fleet:
         reasons = [slot.health.reason for slot in self._slots if slot.health.budget_spent]
         return "; ".join(dict.fromkeys(reasons))
 
+    def hopeless(self) -> str:
+        """Why nothing will come back by itself: `given_up` where no replica is left; else empty."""
+        left = [slot for slot in self._slots if slot.health.state is not State.RETIRED]
+        return "" if left else self.given_up()
+
     def status(self) -> list[dict[str, Any]]:
         """`ReplicaHealth.picture` of each slot."""
         return [slot.health.picture() for slot in self._slots]

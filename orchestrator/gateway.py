@@ -7,8 +7,8 @@ up in seconds and answers `/health` while replicas load.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
 
 from fastapi import FastAPI
 from ray import serve
@@ -21,8 +21,10 @@ from overstory.orchestrator.admission import Admission
 from overstory.orchestrator.answer_parsers import ParserSettings
 from overstory.orchestrator.api_keys import key_ring
 from overstory.orchestrator.backend import EngineRefused, ReplicaLeaving, ReplicaLost, TokenChunk
+from overstory.orchestrator.controller_actor import hopeless
 from overstory.orchestrator.endpoint import build_http_app
 from overstory.orchestrator.engine_errors import EngineBusy, EngineDead, RequestRefused
+from overstory.orchestrator.fleet import GivenUp
 from overstory.orchestrator.journal import GenerateCall
 from overstory.orchestrator.meters import Meters
 from overstory.orchestrator.metric_table import GATEWAY
@@ -38,6 +40,10 @@ from overstory.workers.tiny.paths import resolve_model
 
 logger = logging.getLogger(__name__)
 
+
+_HOPE_S = 5.0  # between two looks whether a replica can still come
+
+T = TypeVar("T")
 
 _SHUN_DEAD_S = 120.0  # it ends itself and leaves Serve's list long before
 _SHUN_ODD_S = 5.0  # nobody knows what ails it
@@ -87,6 +93,7 @@ class Gateway:
 
     def __init__(self, spec: DeploymentSpec, replicas: DeploymentHandle) -> None:
         gateway, model_dir = spec.gateway, resolve_model(spec.model)
+        self._deployment = replicas.app_name
         self._backend = ReplicaBackend(replicas, board_of(replicas.app_name))
         context = spec.engine.get("context_length") or read_target(model_dir).max_positions
         tokenizer = load_tokenizer(model_dir, bool(spec.engine.get("trust_remote_code")))
@@ -152,7 +159,7 @@ class Gateway:
 
     async def _prove(self) -> None:
         """Learn the engine's limits, then generate as a request would."""
-        limits = await self._backend.limits()
+        limits = await self._unless_hopeless(self._backend.limits())
         longest = self._settings.max_prompt_tokens or limits["prompt_tokens"]
         self._service.limits = ServiceLimits(
             limits["context_tokens"],
@@ -160,6 +167,20 @@ class Gateway:
             self._service.limits.request_timeout_s,
         )
         await self._service.prove()
+
+    async def _unless_hopeless(self, answer: Coroutine[Any, Any, T]) -> T:
+        """A replica's answer; `GivenUp` instead of a long wait where none will come any more."""
+        waiting = asyncio.ensure_future(answer)
+        try:
+            while not waiting.done():
+                await asyncio.wait((waiting,), timeout=_HOPE_S)
+                if not waiting.done():
+                    reason = await asyncio.to_thread(hopeless, self._deployment)
+                    if reason:
+                        raise GivenUp(reason)
+            return waiting.result()
+        finally:
+            waiting.cancel()
 
     async def _look(self) -> None:
         """A replica answers; as many sequences may run as the present replicas take."""

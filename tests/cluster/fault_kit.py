@@ -135,6 +135,10 @@ class Deployment:
         wait_until(look, 60, "a rank with work")
         return found[0]
 
+    def any_rank(self) -> dict[str, Any]:
+        """Report of some rank."""
+        return next(iter(self.ranks().values()))
+
     def replica_pids(self) -> set[int]:
         """Processes of Serve's replicas of this deployment (the engines' front halves)."""
         return pids_titled(f"ServeReplica:{self.name}:Replica")
@@ -174,7 +178,15 @@ class Deployment:
 
     def await_whole(self, replicas: int) -> float:
         """Seconds until `whole`."""
-        return wait_until(lambda: self.whole(replicas), REPAIR_S, f"{replicas} healthy replicas")
+        try:
+            return wait_until(lambda: self.whole(replicas), REPAIR_S, "all to be whole")
+        except AssertionError as late:
+            seen = {
+                "ready": ready(self.endpoint.url),
+                "health": [(row["state"], row["reason"][:300]) for row in self.health()],
+                "ranks": list(self.ranks()),
+            }
+            raise AssertionError(f"not {replicas} healthy replicas: {seen}") from late
 
 
 def starve(pid: int) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import ray
 from fault_kit import Deployment, dead_fronts, starve
@@ -220,6 +221,16 @@ def test_a_drafter_that_went_bad_is_found_at_the_next_start_and_given_up(
             "Serve to stop trying",
         )
         assert ready(broken.endpoint.url)
+
+        # The last one too: then nothing can come back by itself, and the endpoint says why.
+        os.kill(broken.any_rank()["pid"], signal.SIGKILL)
+
+        def told() -> bool:
+            answer = httpx.get(broken.endpoint.url + "/ready", timeout=10)
+            return answer.status_code == 503 and "given up: 3 lives in a row" in answer.text
+
+        wait_until(told, 240, "the endpoint to say that nothing is left")
+        assert "given up" in broken.endpoint.post(prompt="x", max_tokens=1).text
     finally:
         weights.write_bytes(whole)
     controller = find_controller(broken.name)

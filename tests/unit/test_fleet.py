@@ -61,6 +61,7 @@ def test_the_third_failed_start_is_the_last_and_the_others_stay(fleet: Fleet, cl
     assert "rank 0 died: no such file" in fleet.given_up()
     with pytest.raises(GivenUp, match="no such file"):
         fleet.begun("b9", "", LIMITS)
+    assert fleet.hopeless() == "", "the others serve"
     # One that dies later is another matter.
     assert not fleet.died("a", "killed")
     fleet.begun("a1", "", LIMITS)
@@ -70,6 +71,17 @@ def test_the_third_failed_start_is_the_last_and_the_others_stay(fleet: Fleet, cl
     assert fleet.given_up() == ""
     fleet.begun("b10", "", LIMITS)
     assert states(fleet) == ["WARMING", "HEALTHY", "WARMING"]
+
+
+def test_where_nothing_is_left_the_reason_is_told(clock: Clock) -> None:
+    fleet = Fleet(clock)
+    for number in range(3):
+        assert fleet.hopeless() == ""
+        fleet.begun(f"a{number}", "", LIMITS)
+        fleet.died(f"a{number}", "rank 0 died: no such file")
+    assert "rank 0 died: no such file" in fleet.hopeless()
+    fleet.asked_for(1)
+    assert fleet.hopeless() == ""
 
 
 def test_a_process_that_vanishes_without_a_word_is_missed(fleet: Fleet) -> None:
