@@ -24,6 +24,8 @@ RAY_PORTS = (
     PortUse(10001, "head node", "Ray client", "people"),
     PortUse(8080, "every node", "metrics of Ray and Overstory", "Prometheus"),
     PortUse(52365, "every node", "Ray's dashboard agent", "head node"),
+    PortUse(52366, "every node", "Ray's dashboard agent, gRPC", "head node"),
+    PortUse(52367, "every node", "Ray's runtime environments", "the node itself"),
 )
 """Fixed ones, as the shipped `ray.yaml` files set them."""
 

@@ -34,8 +34,8 @@ def commands(path: Path, command: str) -> list[list[str]]:
 
 
 def starts(document: dict[str, Any], who: str) -> str:
-    """The `ray start` line of a head or of workers."""
-    (line,) = [c for c in document[f"{who}_start_ray_commands"] if "ray start" in c]
+    """The line that starts Ray on a head or on workers."""
+    (line,) = [c for c in document[f"{who}_start_ray_commands"] if "ray_head start" in c]
     return str(line)
 
 
@@ -95,7 +95,7 @@ def test_every_node_asks_for_the_token(path: Path) -> None:
     document = yaml.safe_load(path.read_text())
     assert document["file_mounts"] == {"~/.ray/auth_token": "~/.ray/auth_token"}
     for who in ("head", "worker"):
-        assert "RAY_AUTH_MODE=token ray start" in starts(document, who)
+        assert "RAY_AUTH_MODE=token " in starts(document, who)
         assert document[f"{who}_start_ray_commands"][0] == "ray stop"
 
 
@@ -110,8 +110,12 @@ def test_ports_are_those_that_a_plan_lists(path: Path) -> None:
         line = starts(document, who)
         metrics = listed["metrics of Ray and Overstory"]
         assert option(line, "metrics-export-port") == str(metrics)
-        agent = listed["Ray's dashboard agent"]
-        assert option(line, "dashboard-agent-listen-port") == str(agent)
+        for name, what in (
+            ("dashboard-agent-listen-port", "Ray's dashboard agent"),
+            ("dashboard-agent-grpc-port", "Ray's dashboard agent, gRPC"),
+            ("runtime-env-agent-port", "Ray's runtime environments"),
+        ):
+            assert option(line, name) == str(listed[what])
     text = path.read_text()
     assert all(str(port.number) in text for port in RAY_PORTS)
     assert f"{RAY_WORKER_PORTS[0]} to {RAY_WORKER_PORTS[-1]} workers" in text
