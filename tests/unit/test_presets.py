@@ -97,6 +97,9 @@ def test_every_node_asks_for_the_token(path: Path) -> None:
     for who in ("head", "worker"):
         assert "RAY_AUTH_MODE=token " in starts(document, who)
         assert document[f"{who}_start_ray_commands"][0] == "ray stop"
+        # What `ray up` looks for, or it warns that nothing will start.
+        assert starts(document, who).startswith(": ray start; ")
+    assert "autoscaling-config" in starts(document, "head")
 
 
 @pytest.mark.parametrize("path", RAY_FILES, ids=name_of)
