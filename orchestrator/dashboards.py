@@ -72,6 +72,8 @@ DEPLOYMENT = (
         ("sum by (phase) (replicas{})", "{{phase}}"),
         ("sum by (state) (replica_health{})", "{{state}}"),
     )),
+    Panel("Sequences moved to another replica", "short",
+          (("sum by (why) (increase(sequences_moved_total{}[10m]))", "{{why}}"),), True),
     Panel("Faults in 10 minutes", "short",
           (("sum by (kind) (increase(faults_total{}[10m]))", "{{kind}}"),)),
 )  # fmt: skip

@@ -109,6 +109,7 @@ class Gateway:
             Readiness(self._prove, self._look),
             ServiceLimits(context, context - 1, gateway.request_timeout_s),
             resume=ResumeLimits(gateway.max_resumes, gateway.resume_wait_s),
+            on_move=lambda why: self._meters.add("sequences_moved", why=why),
             parsers=ParserSettings(
                 gateway.tool_call_parser,
                 gateway.reasoning_parser,
@@ -159,14 +160,16 @@ class Gateway:
 
     async def _prove(self) -> None:
         """Learn the engine's limits, then generate as a request would."""
-        limits = await self._unless_hopeless(self._backend.limits())
+        self._take_limits(await self._unless_hopeless(self._backend.limits()))
+        await self._service.prove()
+
+    def _take_limits(self, limits: dict[str, int]) -> None:
         longest = self._settings.max_prompt_tokens or limits["prompt_tokens"]
         self._service.limits = ServiceLimits(
             limits["context_tokens"],
             min(limits["prompt_tokens"], longest),
             self._service.limits.request_timeout_s,
         )
-        await self._service.prove()
 
     async def _unless_hopeless(self, answer: Coroutine[Any, Any, T]) -> T:
         """A replica's answer; `GivenUp` instead of a long wait where none will come any more."""
@@ -184,7 +187,7 @@ class Gateway:
 
     async def _look(self) -> None:
         """A replica answers; as many sequences may run as the present replicas take."""
-        await self._backend.limits()
+        self._take_limits(await self._backend.limits())  # a restart may have changed them
         self._service.admission.set_max_concurrent(
             self._per_replica * await self._backend.replicas()
         )

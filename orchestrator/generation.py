@@ -71,6 +71,10 @@ class LogprobsAsked:
 
 class Generation:
     """The choices of one request.
+def _ignore(_: str) -> None:
+    pass
+
+
 
     Iterate once, then `aclose`, whatever happened: both are safe to repeat, and closing early
     aborts in the engine.
@@ -91,10 +95,11 @@ class Generation:
         on_loss: Callable[[str], None] | None = None,
         logprobs: LogprobsAsked | None = None,
         resume: ResumeLimits | None = None,
+        on_move: Callable[[str], None] | None = None,
     ) -> None:
         """`deadline_s` is on the event loop's clock; `hold_s` as in `GenerateCall`; `on_commit` is
-        called whenever a replica has committed tokens, `on_loss` with the cause whenever one was
-        lost, `resume` says how far a choice is carried on then."""
+        called whenever a replica has committed tokens; `on_loss` and `on_move` are as for
+        `Carrier`; `resume` says how far a choice is carried on."""
         self._request_id = request_id
         self._plans = plans
         self._stops = stops
@@ -104,7 +109,8 @@ class Generation:
         self._deadline_s = deadline_s
         self._hold_s = hold_s
         self._on_commit = on_commit
-        self._on_loss = on_loss
+        self._on_loss = on_loss or _ignore
+        self._on_move = on_move or _ignore
         self._resume = resume or ResumeLimits()
         self._logprobs = logprobs
         self._entries: list[JournalEntry] = []
@@ -165,7 +171,8 @@ class Generation:
                 self._hold_s,
                 self._logprobs.top if self._logprobs else None,
                 self._resume,
-                self._lost,
+                self._on_loss,
+                self._on_move,
             )
             async with aclosing(carrier.chunks()) as chunks:
                 await self._follow(index, entry, chunks)
@@ -201,10 +208,6 @@ class Generation:
             if step.text:
                 self._pieces.put_nowait(Piece(index, step.text, None, tokens))
         raise AssertionError("a sequence was carried on to its end and has none")
-
-    def _lost(self, cause: str) -> None:
-        if self._on_loss is not None:
-            self._on_loss(cause)
 
     def _finish(self, entry: JournalEntry, piece: Piece) -> None:
         assert piece.finish_reason is not None

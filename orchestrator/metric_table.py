@@ -85,6 +85,12 @@ GATEWAY = (
         STEP_SECONDS, "endpoint",
     ),
     _seconds("request_seconds", "From a request's arrival to its end", SECONDS, "endpoint"),
+    _counter(
+        "sequences_moved", "moves",
+        "Sequences that went on on another replica, by why: lost, leaving (a restart, fewer "
+        "replicas), busy (the next one could not take it yet)",
+        "why",
+    ),
     _gauge("sequences_running", "sequences", "Sequences that hold a place in the engine"),
     _gauge("sequences_limit", "sequences", "Most sequences that may run now"),
     _gauge("requests_queued", "requests", "Requests that wait for a place"),

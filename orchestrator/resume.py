@@ -55,6 +55,8 @@ class Carrier:
         hold_s, logprobs: as in `GenerateCall`.
         limits: how far.
         on_loss: told the cause of each loss.
+        on_move: told why whenever the sequence goes on with another call: `lost`, `leaving`,
+            `busy`.
         clock: seconds.
     """
 
@@ -66,6 +68,7 @@ class Carrier:
         logprobs: int | None,
         limits: ResumeLimits,
         on_loss: Callable[[str], None],
+        on_move: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = backend
@@ -74,6 +77,7 @@ class Carrier:
         self._logprobs = logprobs
         self._limits = limits
         self._on_loss = on_loss
+        self._on_move = on_move
         self._clock = clock
         self._losses = 0
         self._cause = ""  # of the last loss
@@ -99,13 +103,13 @@ class Carrier:
                 self._on_loss(str(error))
                 self._losses += 1
                 self._cause = str(error)
-                pause_s = self._go_on(error)
+                pause_s = self._go_on("lost", error)
             except ReplicaLeaving as error:
-                pause_s = self._go_on(error)
+                pause_s = self._go_on("leaving", error)
             except EngineRefused as error:
                 if error.status != HTTPStatus.SERVICE_UNAVAILABLE or not self._entry.moves:
                     raise
-                pause_s = self._go_on(error)
+                pause_s = self._go_on("busy", error)
             await asyncio.sleep(pause_s)
 
     async def _attempt(self) -> AsyncGenerator[TokenChunk, None]:
@@ -124,7 +128,7 @@ class Carrier:
             async for chunk in chunks:
                 yield chunk
 
-    def _go_on(self, error: Exception) -> float:
+    def _go_on(self, why: str, error: Exception) -> float:
         """Raises what ends the sequence, or gives seconds until the next attempt."""
         pause_s = 0.0 if self._waits_since is None else _PAUSE_S
         if self._waits_since is None:
@@ -135,6 +139,7 @@ class Carrier:
         if self._left_s() == 0:
             raise ReplicaLost(self._too_late()) from error
         self._entry.moves += 1
+        self._on_move(why)
         return pause_s
 
     def _too_late(self) -> str:

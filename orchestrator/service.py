@@ -110,9 +110,10 @@ class EndpointService:
         limits: ServiceLimits,
         resume: ResumeLimits | None = None,
         parsers: ParserSettings | None = None,
+        on_move: Callable[[str], None] | None = None,
     ) -> None:
-        """`resume` says how far a sequence is carried on after the loss of its replica; `parsers`
-        find tool calls and reasoning in chats."""
+        """`resume` says how far a sequence is carried on after the loss of its replica, `on_move`
+        is as for `Carrier`; `parsers` find tool calls and reasoning in chats."""
         self.served_name = served_name
         self.readiness = readiness
         self.limits = limits
@@ -121,6 +122,7 @@ class EndpointService:
         self.tokenizer = tokenizer
         self._backend = backend
         self._resume = resume or ResumeLimits()
+        self._on_move = on_move
         self._parsers = parsers or ParserSettings()
 
     async def plan_completion(self, request: CompletionRequest) -> Job:
@@ -187,6 +189,7 @@ class EndpointService:
             hold_s=0.0 if stream else _HOLD_WHOLE_S,
             on_commit=self.readiness.generated,
             on_loss=self._lost,
+            on_move=self._on_move,
             resume=self._resume,
             logprobs=None
             if job.logprobs is None

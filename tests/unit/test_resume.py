@@ -76,6 +76,7 @@ def play(
     stops: Sequence[str] = (),
     logprobs: bool = False,
     losses: list[str] | None = None,
+    moves: list[str] | None = None,
     deadline_s: float = 20.0,
     journal: Journal | None = None,
     **sampling: Any,
@@ -93,6 +94,7 @@ def play(
             journal=Journal() if journal is None else journal,
             deadline_s=asyncio.get_running_loop().time() + deadline_s,
             on_loss=None if losses is None else losses.append,
+            on_move=None if moves is None else moves.append,
             logprobs=LogprobsAsked(0, describe) if logprobs else None,
             resume=limits,
         )
@@ -167,9 +169,11 @@ def test_losses_are_counted_and_told() -> None:
 def test_hand_offs_are_not_counted_as_losses() -> None:
     script = [(1, ReplicaLeaving("to go"))] * 20
     losses: list[str] = []
-    pieces, _ = play(Mortal(*script, (0, None)), losses=losses)
+    moves: list[str] = []
+    pieces, _ = play(Mortal(*script, (0, None)), losses=losses, moves=moves)
     assert text(pieces) == TEXT.decode()
     assert losses == []
+    assert moves == ["leaving"] * 20
 
 
 def test_the_wait_for_another_replica_is_bounded() -> None:
