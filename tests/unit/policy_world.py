@@ -54,12 +54,14 @@ class World:
 
     Attributes:
         quality: share of the drafter's chances that are true; 0 is a drafter of another model.
+        truth: by option, what a step takes, in times of what the table says.
     """
 
     quality: float
     dice: random.Random
     microseconds: int = 0
     tokens: int = 0
+    truth: tuple[float, ...] = (1.0,) * len(OPTIONS)
     used: dict[str, int] = field(default_factory=dict)
 
     def walk(self, option: int) -> Walk | None:
@@ -103,7 +105,10 @@ def run(
         if decision.why == "best":
             before = decision.option
         decisions.append(decision)
-        world.microseconds += table.cost(decision.option, 1, 256)
+        expected = table.cost(decision.option, 1, 256)
+        took = round(expected * world.truth[decision.option])
+        steering.observe_step(decision.option, expected, took)
+        world.microseconds += took
         walk = world.walk(decision.option)
         if walk is not None:
             steering.observe(kind, walk)

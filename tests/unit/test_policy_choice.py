@@ -36,13 +36,20 @@ def tables() -> st.SearchStrategy[CostTable]:
 def all_beliefs(drafter: int = ON) -> st.SearchStrategy[Beliefs]:
     row = st.lists(st.integers(ONE, 8 * ONE), min_size=len(OPTIONS), max_size=len(OPTIONS))
     return st.builds(
-        lambda rows, known, over, probe: Beliefs(
-            3, tuple(tuple(r) for r in rows), tuple(known), tuple(over), drafter, probe
+        lambda rows, known, over, factors, probe: Beliefs(
+            3,
+            tuple(tuple(r) for r in rows),
+            tuple(known),
+            tuple(over),
+            tuple(factors),
+            drafter,
+            probe,
         ),
         st.lists(row, min_size=KINDS, max_size=KINDS),
         st.lists(st.integers(0, 1), min_size=KINDS, max_size=KINDS),
         st.lists(st.integers(0, 10**5), min_size=len(BATCHES), max_size=len(BATCHES)),
-        st.integers(0, 1),
+        st.lists(st.integers(100, 10**4), min_size=len(OPTIONS), max_size=len(OPTIONS)),
+        st.integers(0, 2),
     )
 
 
@@ -119,7 +126,7 @@ def _table(costs: list[int]) -> CostTable:
 
 
 def _beliefs(greedy: list[int], sampled: list[int], drafter: int = ON) -> Beliefs:
-    return Beliefs(1, (tuple(greedy), tuple(sampled)), (1, 1), (0, 0, 0), drafter)
+    return Beliefs(1, (tuple(greedy), tuple(sampled)), (1, 1), (0, 0, 0), (ONE,) * 6, drafter)
 
 
 #        plain chain  4     8     15    31

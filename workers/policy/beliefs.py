@@ -15,13 +15,18 @@ OFF = 1
 TRIAL = 2
 """Standing of the drafter: in use, switched off (plain only), or off and being tried again."""
 
+NO_PROBE = 0
+PROBE_DRAFT = 1
+PROBE_PLAIN = 2
+"""What a step tries: nothing, the option that teaches most of drafts, plain decoding."""
+
 ONE = 1000
 """One token, in the unit of `Beliefs.tokens`."""
 
 
 @dataclass(frozen=True)
 class Beliefs:
-    """Calibration at one moment.
+    """Calibration at one moment: what drafts give, and how far the cost table is off.
 
     Attributes:
         version: counts the moments; 0 is before the first.
@@ -30,20 +35,22 @@ class Beliefs:
         overhead_us: by batch of the cost table, microseconds of a step that the table does not
             hold: the engine's own work between two steps.
         drafter: `ON`, `OFF` or `TRIAL`.
-        probe: 1 if the next step is to try the probe option whatever is best.
+        probe: `PROBE_DRAFT` or `PROBE_PLAIN` if the next step is to try that, whatever is best.
+        factors: by option, thousandths of the table's cost that steps have taken lately.
     """
 
     version: int
     tokens: tuple[tuple[int, ...], ...]
     known: tuple[int, ...]
     overhead_us: tuple[int, ...]
+    factors: tuple[int, ...]
     drafter: int = ON
-    probe: int = 0
+    probe: int = NO_PROBE
 
     @classmethod
     def none(cls, options: int, batches: int) -> Beliefs:
         """Before anything was seen."""
-        return cls(0, ((ONE,) * options,) * KINDS, (0,) * KINDS, (0,) * batches)
+        return cls(0, ((ONE,) * options,) * KINDS, (0,) * KINDS, (0,) * batches, (ONE,) * options)
 
     def to_ints(self) -> list[int]:
         """For a broadcast; `from_ints` reads it. The length depends on the numbers of options and
@@ -53,6 +60,7 @@ class Beliefs:
             self.drafter,
             self.probe,
             *self.known,
+            *self.factors,
             *(value for kind in self.tokens for value in kind),
             *self.overhead_us,
         ]
@@ -62,5 +70,7 @@ class Beliefs:
         """Beliefs from what `to_ints` gave."""
         version, drafter, probe, *rest = values
         known, rest = rest[:KINDS], rest[KINDS:]
+        factors, rest = rest[:options], rest[options:]
         tokens = tuple(tuple(rest[k * options : (k + 1) * options]) for k in range(KINDS))
-        return cls(version, tokens, tuple(known), tuple(rest[KINDS * options :]), drafter, probe)
+        overhead = tuple(rest[KINDS * options :])
+        return cls(version, tokens, tuple(known), overhead, tuple(factors), drafter, probe)

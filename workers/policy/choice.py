@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from overstory.workers.policy.beliefs import OFF, ON, ONE, TRIAL, Beliefs
+from overstory.workers.policy.beliefs import (
+    NO_PROBE,
+    OFF,
+    ON,
+    ONE,
+    PROBE_DRAFT,
+    PROBE_PLAIN,
+    TRIAL,
+    Beliefs,
+)
 from overstory.workers.policy.cost_table import CostTable
 from overstory.workers.policy.options import CHAIN, PLAIN
 
@@ -67,7 +76,7 @@ def step_us(table: CostTable, beliefs: Beliefs, shape: Shape, option: int) -> in
     """Microseconds of a step of this batch."""
     nearest = min(range(len(table.batches)), key=lambda b: abs(table.batches[b] - shape.batch))
     cost = table.cost(option, shape.batch, shape.context, shape.sampled)
-    return cost + beliefs.overhead_us[nearest]
+    return max(1, cost * beliefs.factors[option] // ONE) + beliefs.overhead_us[nearest]
 
 
 def choose(
@@ -144,7 +153,10 @@ def decide(
         return Decision(cheapest_draft(table, beliefs, shape, allowed), "trial")
     assert beliefs.drafter == ON, beliefs.drafter
     unknown = any(n and not known for n, known in zip(shape.drafting, beliefs.known, strict=True))
-    if unknown or (beliefs.probe and probe_due):
+    tried = beliefs.probe if probe_due else NO_PROBE
+    if unknown or tried == PROBE_DRAFT:
         option = probe_option(table, beliefs, shape, allowed)
         return Decision(option, "unknown" if unknown else "probe")
+    if tried == PROBE_PLAIN:
+        return Decision(PLAIN, "probe")
     return Decision(choose(table, beliefs, shape, allowed, before), "best")

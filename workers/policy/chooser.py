@@ -136,7 +136,8 @@ class StepChooser:
         self._auto: _Auto | None = None
         self._last: Decision | None = None
         self._chosen: TreePolicy | None = None
-        self._ended: tuple[int, int] | None = None  # (nanoseconds, batch) of the last step
+        self._begun: tuple[int, int, int] | None = None  # (ns, option, expected us) of this step
+        self._ended: tuple[int, int] | None = None  # (ns, batch) of the last step
 
     def start(self, table: CostTable, floor: float) -> None:
         """The table is there: the automatic rule can be in force from now on."""
@@ -152,18 +153,28 @@ class StepChooser:
             return rule, str(rule)
         auto = self._auto
         assert auto is not None, "an automatic policy is in force without a cost table"
-        decision = self._decide(auto, rule, shape_of(batch))
+        shape = shape_of(batch)
+        decision = self._decide(auto, rule, shape)
         self._last, self._chosen = decision, self.options.policies[decision.option]
+        if self._host_waits and auto.steering is not None:
+            cost = auto.table.cost(decision.option, shape.batch, shape.context, shape.sampled)
+            self._begun = (time.perf_counter_ns(), decision.option, cost)
         told = f"{self._chosen} {decision.why} table {auto.table.version} {auto.beliefs.version}"
         return self._chosen, told
 
     def ended(self, batch: ScheduleBatch) -> None:
         """The step has been launched."""
-        self._ended = (time.perf_counter_ns(), len(batch.reqs)) if self._host_waits else None
+        if not self._host_waits:
+            return
+        self._ended = (time.perf_counter_ns(), len(batch.reqs))
+        begun, self._begun = self._begun, None
+        if begun is not None and self._auto is not None and self._auto.steering is not None:
+            took_us = (self._ended[0] - begun[0]) // 1000
+            self._auto.steering.observe_step(begun[1], begun[2], took_us)
 
     def interrupted(self) -> None:
         """Something else than a decode step comes next: the time that passes is not a step's."""
-        self._ended = None
+        self._ended = self._begun = None
 
     def outcome(
         self, batch: ScheduleBatch, policy: TreePolicy, tree: Tree, accepted: Accepted

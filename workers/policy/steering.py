@@ -1,5 +1,5 @@
 """Rank 0's side of the policy: evidence to beliefs, probes, the drafter switched off and tried
-again. Pure; the only clock is the count of decode steps."""
+again. Pure; its clock is the count of decode steps."""
 
 from __future__ import annotations
 
@@ -7,10 +7,21 @@ import logging
 import math
 import threading
 from collections import deque
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from overstory.workers.policy.beliefs import KINDS, OFF, ON, ONE, TRIAL, Beliefs
+from overstory.workers.policy.beliefs import (
+    KINDS,
+    NO_PROBE,
+    OFF,
+    ON,
+    ONE,
+    PROBE_DRAFT,
+    PROBE_PLAIN,
+    TRIAL,
+    Beliefs,
+)
 from overstory.workers.policy.choice import (
     Shape,
     choose,
@@ -23,8 +34,8 @@ from overstory.workers.policy.options import PLAIN, Options
 
 logger = logging.getLogger(__name__)
 
-PROBE_LOSS = 5
-"""Thousandths of the tokens that probes may cost on average."""
+PROBE_LOSS = 3
+"""Thousandths of the tokens that probes of each kind may cost on average."""
 
 PROBE_STEPS = (32, 4096)
 """Fewest and most steps between two probes."""
@@ -33,6 +44,11 @@ RETRY_STEPS = (256, 16384)
 """Steps until a drafter that was switched off is tried again: at first, then doubled, at most."""
 
 OVERHEADS_KEPT = 31
+STEPS_KEPT = 15
+FEWEST_STEPS = 3
+STALE_STEPS = 1500
+"""Timed steps that an option's factor is the median of: at most, at least, and for how long."""
+
 STANDINGS = ("on", "off", "trial")
 
 
@@ -57,9 +73,13 @@ class Steering:
         self._lock = threading.Lock()
         self._kinds = [KindEvidence(options) for _ in range(KINDS)]
         self._overheads: list[deque[int]] = [deque(maxlen=OVERHEADS_KEPT) for _ in table.batches]
+        self._timed: list[deque[tuple[int, int]]] = [
+            deque(maxlen=STEPS_KEPT) for _ in options.policies
+        ]
         self._drafter = ON
         self._first = Share()
-        self._since_probe = 0
+        self._steps = 0
+        self._since_probe = {PROBE_DRAFT: 0, PROBE_PLAIN: 0}
         self._off_for = 0
         self._retry = RETRY_STEPS[0]
         self._switched_off = 0
@@ -81,6 +101,12 @@ class Steering:
         with self._lock:
             self._overheads[nearest].append(microseconds)
 
+    def observe_step(self, option: int, expected_us: int, took_us: int) -> None:
+        """A step took so long where the table says `expected_us`."""
+        with self._lock:
+            factor = min(max(took_us * ONE // expected_us, ONE // 10), 10 * ONE)
+            self._timed[option].append((self._steps, factor))
+
     def next_beliefs(self, steps: int, shape: Shape, allowed: tuple[int, ...]) -> Beliefs:
         """Beliefs for the steps to come.
 
@@ -93,22 +119,22 @@ class Steering:
             for kind in self._kinds:
                 kind.fade(math.exp(-steps / FADE_STEPS))
             self._judge_drafter(steps)
+            self._steps += steps
             self._version += 1
             believed = Beliefs(
                 self._version,
                 tuple(tuple(kind.tokens()) for kind in self._kinds),
                 tuple(int(kind.known()) for kind in self._kinds),
                 self._overhead_us(),
+                self._factors(),
                 self._drafter,
             )
-            if self._probe_due(steps, believed, shape, allowed):
-                believed = Beliefs(**{**believed.__dict__, "probe": 1})
-            return believed
+            return replace(believed, probe=self._probe(steps, believed, shape, allowed))
 
     def report(self) -> dict[str, Any]:
         """For status, JSON-able: `drafter` (on, off, trial), `first_accepted`, `floor`,
-        `switched_off` (how often), `probes`, `overhead_us` by batch, `greedy` and `sampled` as
-        `KindEvidence.report`."""
+        `switched_off` (how often), `probes`, `factors` by option, `overhead_us` by batch, `greedy`
+        and `sampled` as `KindEvidence.report`."""
         with self._lock:
             greedy, sampled = (kind.report() for kind in self._kinds)
             return {
@@ -117,6 +143,10 @@ class Steering:
                 "floor": self._floor,
                 "switched_off": self._switched_off,
                 "probes": self._probes,
+                "factors": {
+                    name: factor / ONE
+                    for name, factor in zip(self._options.names, self._factors(), strict=True)
+                },
                 "overhead_us": dict(
                     zip(map(str, self._table.batches), self._overhead_us(), strict=True)
                 ),
@@ -124,29 +154,54 @@ class Steering:
                 "sampled": sampled,
             }
 
-    def _probe_due(
-        self, steps: int, beliefs: Beliefs, shape: Shape, allowed: tuple[int, ...]
-    ) -> bool:
-        """Whether enough steps went by for a probe at its price.
+    def _probe(self, steps: int, beliefs: Beliefs, shape: Shape, allowed: tuple[int, ...]) -> int:
+        """What the next step is to try, if enough steps went by for a probe at its price.
 
-        The price is what the probe option is expected to lose against the best one in its time.
+        The price is what the probed option is expected to lose against the best one in its time.
         """
-        self._since_probe += steps
+        for kind in self._since_probe:
+            self._since_probe[kind] += steps
         if self._drafter != ON or not any(shape.drafting):
-            return False
+            return NO_PROBE
         best = choose(self._table, beliefs, shape, allowed, PLAIN, margin=0)
-        probed = probe_option(self._table, beliefs, shape, allowed)
-        if probed in (PLAIN, best):
-            self._since_probe = 0
-            return False
+        draft = probe_option(self._table, beliefs, shape, allowed)
+        for kind, option in ((PROBE_DRAFT, draft), (PROBE_PLAIN, PLAIN)):
+            if option == best or (kind == PROBE_DRAFT and option == PLAIN):
+                self._since_probe[kind] = 0
+            elif self._since_probe[kind] >= self._interval(beliefs, shape, best, option):
+                self._since_probe[kind] = 0
+                self._probes += 1
+                return kind
+        return NO_PROBE
+
+    def _interval(self, beliefs: Beliefs, shape: Shape, best: int, probed: int) -> int:
+        """Steps between two probes of an option at its price."""
         good, tried = (rate(self._table, beliefs, shape, option) for option in (best, probed))
         lost = max(0, good.tokens * tried.cost_us - tried.tokens * good.cost_us)
         price = lost * ONE // (good.tokens * good.cost_us * PROBE_LOSS)
-        if self._since_probe < min(max(price, PROBE_STEPS[0]), PROBE_STEPS[1]):
-            return False
-        self._since_probe = 0
-        self._probes += 1
-        return True
+        return min(max(price, PROBE_STEPS[0]), PROBE_STEPS[1])
+
+    def _factors(self) -> tuple[int, ...]:
+        """By option, median of its steps' time over the table's, in thousandths.
+
+        One without enough of them takes that of the drafting option nearest in nodes, and only if
+        there is none that of plain: drafts share what the table may have wrong of them.
+        """
+        known: dict[int, int] = {}
+        for option, timed in enumerate(self._timed):
+            while timed and timed[0][0] < self._steps - STALE_STEPS:
+                timed.popleft()
+            if len(timed) >= FEWEST_STEPS:
+                known[option] = int(median(factor for _, factor in timed))
+        drafting = [option for option in known if option != PLAIN] or list(known)
+        nodes = self._options.nodes
+
+        def nearest(option: int) -> int:
+            if option in known or not known:
+                return known.get(option, ONE)
+            return known[min(drafting, key=lambda o: (abs(nodes[o] - nodes[option]), o))]
+
+        return tuple(nearest(option) for option in range(len(nodes)))
 
     def _judge_drafter(self, steps: int) -> None:
         enough = self._first.seen >= WANTED
