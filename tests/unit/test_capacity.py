@@ -199,3 +199,16 @@ def test_the_pages_tables_are_what_the_command_prints() -> None:
         done = CliRunner().invoke(app, arguments)
         assert done.exit_code == 0, done.output
         assert text.strip() == done.stdout.strip(), f"run it again: overstory {command}"
+
+
+def test_what_a_tree_costs_over_a_chain_as_the_page_says() -> None:
+    assert (
+        "costs 1.2 to 1.4\n  times that of a chain, of 31 nodes 1.7 to 2.1 times"
+        in PAGE.read_text()
+    )
+    for batch, context in ((1, 8_000), (1, 200_000), (4, 8_000), (16, 8_000), (32, 1_000)):
+        chain, small, large = (
+            step_time(kimi(), batch, rows, context).total for rows in (8, 16, 32)
+        )
+        assert 1.2 < small / chain < 1.4
+        assert 1.6 < large / chain < 2.15
