@@ -21,7 +21,7 @@ app = typer.Typer(
     name="overstory",
     help="Serve MLA + MoE models with DDTree speculative decoding, over Ray and SGLang.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )

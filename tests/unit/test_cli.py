@@ -139,3 +139,15 @@ def test_console_script_runs() -> None:
     )
     assert done.returncode == 1
     assert "cannot be read" in done.stderr
+
+
+def test_a_shell_completes_commands() -> None:
+    completing = {
+        **os.environ,
+        "_OVERSTORY_COMPLETE": "complete_bash",
+        "COMP_WORDS": "overstory cap",
+        "COMP_CWORD": "1",
+    }
+    script = Path(sys.executable).with_name("overstory")
+    done = subprocess.run([script], env=completing, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["capacity"], done.stderr
