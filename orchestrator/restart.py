@@ -32,6 +32,7 @@ from overstory.orchestrator.spec import DeploymentSpec, parse_spec
 from overstory.orchestrator.state import DeploymentRecord, changing_state
 
 _POLL_S = 0.5
+_CAUSE_S = 5.0
 _ROOM_S = 30.0
 """How long a successor may wait for room that was free when the restart began."""
 
@@ -220,11 +221,22 @@ def _look(name: str, seen: RestartProgress, wanted: DeploymentSpec, progress: Pr
         raise RestartError(
             f"stopped at a replica that failed ({seen.describe()}; serving on: {left or 'none'}). "
             "Those that are old keep the old settings. `overstory restart` without a file goes "
-            "back to those; with a better file it goes on.\n" + failure_text(app.message)
+            "back to those; with a better file it goes on.\n" + _why(name)
         )
     if not seen.done:
         phase, _ = describe_ranks(serving.ask_ranks(name, "phase", 2.0), wanted.replicas)
         progress.tell(phase, seen.describe())
+
+
+def _why(name: str) -> str:
+    """The cause as Serve tells it: a moment after it tells of the failure."""
+    deadline = time.monotonic() + _CAUSE_S
+    while True:
+        app = serving.app_status(name)
+        message = failure_text(app.message if app else "")
+        if " died (exit code" in message or time.monotonic() > deadline:
+            return message
+        time.sleep(_POLL_S)
 
 
 def _finished(begun: Begun) -> dict[str, Any]:

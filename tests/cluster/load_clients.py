@@ -26,13 +26,18 @@ class Question:
 
 @dataclass
 class Seen:
-    """What the clients saw. `gaps_s` are the worst times between two chunks of each stream."""
+    """What the clients saw. `gaps_s`: when each stream ended, and its worst time between two
+    chunks."""
 
     answers: int = 0
     tokens: int = 0
     failed: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
-    gaps_s: list[float] = field(default_factory=list)
+    gaps_s: list[tuple[float, float]] = field(default_factory=list)
+
+    def worst_gap_s(self, since_s: float, until_s: float) -> float:
+        """Of the streams that ended in that time (of `time.monotonic`)."""
+        return max((gap for at, gap in self.gaps_s if since_s <= at <= until_s), default=0.0)
 
 
 def questions(model: str, count: int, max_tokens: int) -> list[Question]:
@@ -102,7 +107,7 @@ def load(url: str, asked: list[Question], clients: int) -> Iterator[Seen]:
             with lock:
                 seen.answers += 1
                 seen.tokens += answer[2][1]
-                seen.gaps_s.append(gap_s)
+                seen.gaps_s.append((time.monotonic(), gap_s))
                 if answer != wanted[at]:
                     seen.changed.append(f"{asked[at]}: {answer!r} instead of {wanted[at]!r}")
 

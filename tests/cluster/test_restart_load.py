@@ -9,12 +9,17 @@ import re
 import shutil
 import signal
 import subprocess
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from leftovers import wait_until
-from load_clients import Seen, load, questions
+from load_clients import Seen, ask, load, questions
 from test_deploy import DOWN_S, LOCAL, UP_S, Shell
 
 from overstory.orchestrator.local_ray import free_port, stop_local_ray
@@ -41,6 +46,13 @@ class Deployed:
         done = self.shell.deploy(*self.settings)
         assert done.returncode == 0, done.stderr
 
+    def down(self) -> None:
+        """Nothing of it stays."""
+        self.shell("down", timeout_s=DOWN_S)
+        left = read_state(self.shell.state).local_ray
+        if left is not None:
+            stop_local_ray(left)
+
     def replicas(self) -> dict[str, int]:
         """Names of the replicas under lease, with the pid of rank 0."""
         picture = json.loads(self.shell("status", "--json").stdout)
@@ -60,14 +72,18 @@ class Deployed:
 def deployed(tmp_path: Path) -> Iterator[Deployed]:
     deployed = Deployed(tmp_path)
     yield deployed
-    deployed.shell("down", timeout_s=DOWN_S)
-    left = read_state(deployed.shell.state).local_ray
-    if left is not None:
-        stop_local_ray(left)
+    deployed.down()
 
 
 def run(deployed: Deployed, *arguments: str) -> subprocess.CompletedProcess[str]:
     return deployed.shell(*arguments, timeout_s=UP_S)
+
+
+def moves(url: str) -> dict[str, int]:
+    """Sequences that went on on another replica, by why."""
+    text = httpx.get(f"{url}/metrics", timeout=30).text
+    found = re.findall(r'overstory_sequences_moved_total\{.*why="(\w+)"\} ([0-9.]+)', text)
+    return {why: int(float(count)) for why, count in found}
 
 
 def assert_unharmed(seen: Seen) -> None:
@@ -88,7 +104,10 @@ def test_restart_crash_and_scale_under_load(deployed: Deployed) -> None:
         _crash_one(deployed, second)
         fewer = run(deployed, "scale", "1")
         assert fewer.returncode == 0, fewer.stderr
+        moved = moves(deployed.url)
     assert_unharmed(seen)
+    assert moved.get("leaving", 0) >= 2, moved  # else nothing was under way when it mattered
+    assert moved.get("lost", 0) >= 1, moved
     _stops_at_a_replica_that_fails(deployed)
 
 
@@ -117,11 +136,12 @@ def _restart_refused_and_done(deployed: Deployed) -> None:
 
 
 def _crash_one(deployed: Deployed, before: dict[str, int]) -> None:
+    """Kill one rank and wait for its replica's successor."""
     os.kill(next(iter(before.values())), signal.SIGKILL)
 
     def replaced() -> bool:
         now = deployed.replicas()
-        return len(now) == 2 and now != before
+        return len(now) == len(before) and now != before
 
     wait_until(replaced, UP_S, "the replica is replaced")
 
@@ -142,3 +162,87 @@ def _stops_at_a_replica_that_fails(deployed: Deployed) -> None:
     back = run(deployed, "restart")
     assert back.returncode == 0, back.stderr
     assert not set(before) & set(deployed.replicas())
+
+
+def measure(deployed: Deployed, replicas: int, clients: int) -> dict[str, Any]:
+    """Every change under load, with room for one replica more; figures of each."""
+    deployed.up(f"replicas={replicas}", "resources.cpus_per_rank=0.45")
+    result: dict[str, Any] = {"replicas": replicas, "clients": clients}
+    with load(deployed.url, questions(MODEL, 16, 48), clients) as seen:
+        for name, act in (
+            ("undisturbed", lambda: _wait_s(20.0)),
+            ("restart", lambda: _restart(deployed, replicas)),
+            ("scale to 1", lambda: _told(deployed, "scale", "1")),
+            (f"scale to {replicas}", lambda: _told(deployed, "scale", str(replicas))),
+            ("crash", lambda: _crash_one(deployed, deployed.replicas())),
+        ):
+            begun_s, answers = time.monotonic(), seen.answers
+            more = act() or {}
+            ended_s = time.monotonic()
+            result[name] = {
+                "seconds": round(ended_s - begun_s, 1),
+                "answers": seen.answers - answers,
+                "worst_gap_s": round(seen.worst_gap_s(begun_s, ended_s), 2),
+                **more,
+            }
+        result["moved"] = moves(deployed.url)
+    result |= {
+        "answers": seen.answers,
+        "tokens": seen.tokens,
+        "failed": len(seen.failed),
+        "changed": len(seen.changed),
+        "examples": [*seen.failed[:3], *seen.changed[:3]],
+    }
+    return result
+
+
+def _wait_s(seconds: float) -> None:
+    threading.Event().wait(seconds)
+
+
+def _told(deployed: Deployed, *words: str) -> None:
+    done = run(deployed, *words)
+    assert done.returncode == 0, done.stderr
+
+
+def _restart(deployed: Deployed, replicas: int) -> dict[str, Any]:
+    done = run(deployed, "restart")
+    assert done.returncode == 0, done.stderr
+    seconds = [float(s) for s in re.findall(r"took over after ([0-9.]+) s", done.stderr)]
+    assert len(seconds) == replicas
+    return {"seconds_by_replica": seconds}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("replicas", "clients"), [(3, 3), (3, 16)])
+def test_every_change_under_continuous_load(
+    deployed: Deployed, replicas: int, clients: int
+) -> None:
+    """Three replicas restarted one after another, scaled 3 -> 1 -> 3, and one killed."""
+    measured = measure(deployed, replicas, clients)
+    assert measured["failed"] == 0, measured
+    assert measured["changed"] == 0, measured
+    assert measured["moved"]["leaving"] > 0
+    assert len(measured["restart"]["seconds_by_replica"]) == replicas
+
+
+@pytest.mark.full
+def test_the_only_replica_is_restarted_in_place(deployed: Deployed) -> None:
+    """No room beside it: what runs waits for its successor, what has not begun is told to."""
+    deployed.up("replicas=1", "resources.cpus_per_rank=1.5")
+    (question,) = questions(MODEL, 1, 900)
+    question.body["ignore_eos"] = True
+    wanted = ask(deployed.url, question)[0]
+    with ThreadPoolExecutor(1) as pool:
+        going = pool.submit(ask, deployed.url, question)
+        wait_until(lambda: _running(deployed.url) > 0)
+        done = run(deployed, "restart")
+        assert done.returncode == 0, done.stderr
+        assert "each is drained first" in done.stderr
+        assert going.result(timeout=UP_S)[0] == wanted
+
+
+def _running(url: str) -> float:
+    text = httpx.get(f"{url}/metrics", timeout=30).text
+    found = re.search(r"overstory_sequences_running\{.*\} ([0-9.]+)", text)
+    return float(found[1]) if found else 0.0
