@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from overstory.orchestrator.auto_text import auto_line
 from overstory.orchestrator.errors import UserFault
 from overstory.orchestrator.status_live import faults
 from overstory.orchestrator.step_figures import PolicyFigures, policy_figures
@@ -205,10 +206,8 @@ def _decisions(spec: Mapping[str, Any], picture: Mapping[str, Any]) -> Section:
         "where one can hold it.",
     ]
     for name, rank in _first_ranks(picture):
-        auto = rank.get("auto")
-        if auto:
-            chosen = json.dumps(auto.get("chosen", auto), sort_keys=True)
-            rows.append(Figure(f"{name}: budgets chosen", chosen, _COUNTERS))
+        if chosen := auto_line(rank.get("auto")):
+            rows.append(Figure(f"{name}: chosen by costs and acceptance", chosen, _COUNTERS))
     return Section("Decisions in force", tuple(rows), tuple(notes))
 
 

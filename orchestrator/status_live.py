@@ -8,6 +8,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from overstory.orchestrator.auto_text import auto_line, policy_at_work
 from overstory.orchestrator.defrag_text import fragmentation_line
 from overstory.orchestrator.step_figures import PolicyFigures, current_figures
 
@@ -93,10 +94,11 @@ def _replica(replica: dict[str, Any]) -> Panel:
     first = ranks[0]
     load = first.get("load") or {}
     queue = f"queue  {load.get('running', 0)} running, {load.get('waiting', 0)} waiting"
-    figures = current_figures(first.get("steps"), str(first.get("policy")))
+    figures = current_figures(first.get("steps"), policy_at_work(first))
+    chosen = auto_line(first.get("auto"))
     body = Group(
         _rank_table(ranks),
-        Text(queue),
+        Text(queue + (f"   chosen: {chosen}" if chosen else "")),
         _acceptance(figures),
         _pool(first, replica.get("fragmentation")),
         Text(f"digests of all ranks equal up to forward {replica['digests_equal_up_to']}"),

@@ -164,6 +164,16 @@ def test_everything_is_on_the_screen() -> None:
     assert "last faults" not in text
 
 
+def test_what_the_automatic_policy_chose_is_shown() -> None:
+    auto = {"choice": "tree-15", "why": "best", "greedy": {"seen": 3, "tokens": {"tree-15": 3.4}}}
+    chosen = picture()
+    ranks = [rank(0, policy="auto<=15", auto=auto)]
+    chosen["controller"]["replicas"][0]["ranks"] = ranks
+    assert "chosen: tree-15 (best); tokens per step expected: 3.40 greedy" in screen(chosen)
+    found = {f.name: f.value for s in reported(chosen).sections for f in s.figures}
+    assert found["r1: chosen by costs and acceptance"].startswith("tree-15 (best)")
+
+
 def test_faults_are_on_the_screen() -> None:
     broken = picture(ready=False, reason="no replica")
     broken["controller"]["health"] = [
