@@ -70,7 +70,10 @@ def replica_deployment(
         health_check_timeout_s=30,
         graceful_shutdown_timeout_s=DRAIN_S + 10,
         graceful_shutdown_wait_loop_s=0.5,
-        request_router_config=RequestRouterConfig(request_router_class=ROUTER),
+        request_router_config=RequestRouterConfig(
+            request_router_class=ROUTER,
+            request_router_kwargs={"routing": spec.gateway.routing},
+        ),
         max_constructor_retry_count=1,
         rolling_update_percentage=_ONE,
         max_surge_percent=1 if surge else 0,  # Serve rounds up: one replica

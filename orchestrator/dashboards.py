@@ -248,11 +248,16 @@ def _panel(number: int, panel: Panel, filters: str) -> dict[str, Any]:
 
 
 def _variables(scopes: Sequence[str]) -> list[dict[str, Any]]:
-    interval = {
+    interval: dict[str, Any] = {
         "name": "interval", "type": "interval", "query": "30s,1m,5m,15m,1h",
         "current": {"text": "1m", "value": "1m"},
     }  # fmt: skip
-    source = {"name": "datasource", "type": "datasource", "query": "prometheus", "hide": 2}
+    source: dict[str, Any] = {
+        "name": "datasource",
+        "type": "datasource",
+        "query": "prometheus",
+        "hide": 2,
+    }
     found = [source, interval, _values("Cluster", METRICS["ready"].ray_name, "ray_io_cluster", "")]
     narrower = ""
     for scope in scopes:

@@ -39,11 +39,13 @@ async def held_together(
 
 @dataclass(frozen=True, slots=True)
 class ChoicePlan:
-    """What one choice of a request generates from; `prompt` numbers the request's prompts."""
+    """What one choice of a request generates from; `prompt` numbers the request's prompts,
+    `session` is the client's name of the conversation, empty for none."""
 
     prompt: int
     prompt_ids: tuple[int, ...]
     sampling: Sampling
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +71,12 @@ class LogprobsAsked:
     describe: Callable[[int], TokenText]
 
 
-class Generation:
-    """The choices of one request.
 def _ignore(_: str) -> None:
     pass
 
 
+class Generation:
+    """The choices of one request.
 
     Iterate once, then `aclose`, whatever happened: both are safe to repeat, and closing early
     aborts in the engine.
@@ -93,9 +95,9 @@ def _ignore(_: str) -> None:
         hold_s: float = 0.0,
         on_commit: Callable[[], None] | None = None,
         on_loss: Callable[[str], None] | None = None,
+        on_move: Callable[[str], None] | None = None,
         logprobs: LogprobsAsked | None = None,
         resume: ResumeLimits | None = None,
-        on_move: Callable[[str], None] | None = None,
     ) -> None:
         """`deadline_s` is on the event loop's clock; `hold_s` as in `GenerateCall`; `on_commit` is
         called whenever a replica has committed tokens; `on_loss` and `on_move` are as for
@@ -157,7 +159,11 @@ def _ignore(_: str) -> None:
         loop = asyncio.get_running_loop()
         for index, plan in enumerate(self._plans):
             entry = self._journal.open(
-                f"{self._request_id}-{index}", plan.prompt_ids, plan.sampling, loop.time()
+                f"{self._request_id}-{index}",
+                plan.prompt_ids,
+                plan.sampling,
+                loop.time(),
+                plan.session,
             )
             self._entries.append(entry)
             self._tasks.append(loop.create_task(self._run(index, entry)))

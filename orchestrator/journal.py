@@ -29,6 +29,7 @@ class GenerateCall:
             processes on its way a few milliseconds of CPU.
         logprobs: alternatives to log at each position beside the token itself; None for no
             log-probabilities at all.
+        session: the client's name of its conversation, for routing alone; empty for none.
     """
 
     rid: str
@@ -36,6 +37,7 @@ class GenerateCall:
     sampling: Sampling
     hold_s: float = 0.0
     logprobs: int | None = None
+    session: str = ""
 
 
 @dataclass(slots=True)
@@ -50,6 +52,7 @@ class JournalEntry:
     committed: list[int] = field(default_factory=list)
     outcome: Outcome | None = None
     moves: int = 0
+    session: str = ""
 
     def commit(self, ids: Sequence[int]) -> None:
         """Tokens that the engine has decided for good."""
@@ -71,6 +74,7 @@ class JournalEntry:
             sampling=self.sampling.after(len(self.committed)),
             hold_s=hold_s,
             logprobs=logprobs,
+            session=self.session,
         )
 
 
@@ -82,11 +86,16 @@ class Journal:
         self._ended: dict[Outcome, int] = {"stop": 0, "length": 0, "aborted": 0, "failed": 0}
 
     def open(
-        self, rid: str, prompt_ids: Sequence[int], sampling: Sampling, now_s: float
+        self,
+        rid: str,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        now_s: float,
+        session: str = "",
     ) -> JournalEntry:
         """Start a sequence."""
         assert rid not in self._open, f"{rid} is in flight already"
-        entry = JournalEntry(rid, tuple(prompt_ids), sampling, now_s)
+        entry = JournalEntry(rid, tuple(prompt_ids), sampling, now_s, session=session)
         self._open[rid] = entry
         return entry
 

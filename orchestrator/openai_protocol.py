@@ -39,8 +39,7 @@ _MAX_ID_DIGITS = 9
 
 HARMLESS = frozenset(
     {
-        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-        "prompt_cache_retention",
+        "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_retention",
     }
 )  # fmt: skip
 """Accepted and of no effect on the text."""
@@ -206,6 +205,13 @@ class GenerationRequest(Strict):
     stream_options: StreamOptions | None = None
     """Only with stream."""
 
+    prompt_cache_key: str | None = None
+    """Names a conversation: with `gateway.routing: session_sticky` its requests go to one replica
+    as far as load allows. Of no effect on the text."""
+
+    user: str | None = None
+    """The same, where there is no prompt_cache_key."""
+
     @model_validator(mode="before")
     @classmethod
     def _sort_fields(cls, data: Any) -> Any:
@@ -276,6 +282,11 @@ class GenerationRequest(Strict):
     @abstractmethod
     def alternatives(self) -> int | None:
         """Alternatives to log at each position; None for no log-probabilities."""
+
+    @property
+    def session(self) -> str:
+        """The client's name of its conversation; empty for none."""
+        return self.prompt_cache_key or self.user or ""
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ can, it stays as long as Serve lets it (`drain_s`): until then the old replica s
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -84,6 +85,12 @@ class ReplicaBoard:
         if replica is not None:
             with self._lock:
                 self._shunned[replica] = self._clock() + for_s
+
+    def loads(self) -> dict[str, int]:
+        """Calls in flight by replica, as far as they are routed."""
+        with self._lock:
+            placed = [call.replica for call in self._calls.values() if call.replica is not None]
+        return Counter(placed)
 
     def usable(self, replica: str) -> bool:
         """Whether to send calls to it."""

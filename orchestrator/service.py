@@ -319,7 +319,7 @@ class EndpointService:
             seed = draw_seed() if request.seed is None else fold_seed(request.seed)
             for choice_seed in choice_seeds(seed, request.n):
                 sampling = _sampling(request, choice_seed, new, plan.constraint)
-                plans.append(ChoicePlan(number, ids, sampling))
+                plans.append(ChoicePlan(number, ids, sampling, request.session))
         return Job(
             tuple(plans),
             (*request.stops, *plan.stops),

@@ -20,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from overstory.orchestrator.affinity import Routing
 from overstory.orchestrator.engine_args import check_engine_args
 from overstory.orchestrator.parser_names import (
     REASONING_PARSERS,
@@ -125,6 +126,12 @@ class GatewaySpec(_Section):
 
     resume_wait_s: float = Field(default=300.0, ge=0)
     """Longest a sequence that has lost its replica waits for another to go on, in seconds."""
+
+    routing: Routing = "least_loaded"
+    """Which replica gets a sequence: `least_loaded` (of two at random the shorter queue),
+    `prefix_affine` (the one that was sent the longest beginning of the prompt, within a bound on
+    load), `session_sticky` (the one that the request's `prompt_cache_key` or `user` went to, within
+    that bound; others as prefix_affine)."""
 
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Longest prompt; a longer one is answered 400. Unset: what the engine takes."""
