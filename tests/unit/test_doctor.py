@@ -118,7 +118,7 @@ SECOND_CHANGED: list[tuple[dict[str, Any], str, str, str]] = [
     ({"memory_free": 10 * GIB}, "memory", "error", "10.0 GiB free, ranks there take about 60"),
     ({"shm_free": 64 * MIB, "shm": 64 * MIB}, "shm", "error", "64 of 64 MiB free"),
     ({"shm_free": 512 * MIB}, "shm", "warning", "512 of"),
-    ({"open_files": 1024}, "limits", "error", "1024 open files"),
+    ({"open_files": 512}, "limits", "error", "512 open files"),
     ({"open_files": 20000}, "limits", "warning", "20000 open files"),
     ({"locked_memory": 8 * 2**20}, "limits", "warning", "limited to 8 MiB"),
     ({"clock_offset": 5.0, "clock_uncertain": 0.01}, "clock", "error", "+5.00 s off"),
@@ -372,13 +372,13 @@ def test_wants_come_from_the_plan() -> None:
 
 
 def test_diagnosis_as_text() -> None:
-    seen = facts(second={"open_files": 1024})
+    seen = facts(second={"open_files": 512})
     text = render_diagnosis(Diagnosis(seen, tuple(findings(seen)), "Ray at x"))
     for part in (
         "n1 (10.0.0.1, head)",
         "8 GPUs (NVIDIA RTX PRO 6000 Blackwell), driver 580.95.05",
         "n1 -> n2: 0.10 ms there and back, 5.00 GB/s",
-        "error: limits n2: 1024 open files a process",
+        "error: limits n2: 512 open files a process",
         "  fix: run `ulimit -n 65536` before `ray start`",
         "1 errors, 0 warnings",
     ):
@@ -401,7 +401,7 @@ def test_exit_codes(diagnosed: Callable[[Facts], None]) -> None:
     diagnosed(facts(second={"open_files": 20000}))
     assert run.invoke(app, ["doctor"]).exit_code == 0
     assert run.invoke(app, ["doctor", "--strict"]).exit_code == 1
-    diagnosed(facts(second={"open_files": 1024}))
+    diagnosed(facts(second={"open_files": 512}))
     done = run.invoke(app, ["doctor", "--json"])
     assert done.exit_code == 1
     said = json.loads(done.stdout)
