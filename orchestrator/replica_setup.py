@@ -38,7 +38,7 @@ def rank_plan(spec: DeploymentSpec, replica: str, nodes: int = 1) -> RankPlan:
         gpus_per_rank=resources.gpus,
         threads=resources.threads,
         bundles=tuple(rank // per_node for rank in range(spec.tp_size)),
-        environment=policy_environment(spec),
+        environment={**spec.environment, **policy_environment(spec)},
         lease_timeout_s=spec.control.lease_timeout_s,
         unresponsive_s=spec.control.unresponsive_s,
     )

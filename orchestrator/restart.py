@@ -123,9 +123,9 @@ def refuse_if_changing(name: str) -> None:
     if app.status == "DEPLOYING" or (not app.failed and _moving(app.replicas.get("Replica", {}))):
         raise RestartError(
             f"{name} is being changed already (replicas: "
-            f"{dict(app.replicas.get('Replica', {})) or 'none'}): a restart, another number of "
-            "replicas, or a replica that is replaced. Wait for it; `overstory restart --follow` "
-            "watches a restart that was begun from here"
+            f"{dict(app.replicas.get('Replica', {})) or 'none'}): a restart or another number of "
+            "replicas. Wait for it; `overstory restart --follow` watches a restart that was begun "
+            "from here"
         )
 
 

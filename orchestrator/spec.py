@@ -27,6 +27,7 @@ from overstory.orchestrator.parser_names import (
     TOOL_CALL_PARSERS,
     check_parser,
 )
+from overstory.orchestrator.spec_environment import check_environment
 from overstory.orchestrator.spec_errors import SpecError, from_validation_error
 
 MAX_TREE_NODES = 63
@@ -249,6 +250,10 @@ class DeploymentSpec(_Section):
     """SGLang server arguments by SGLang's names (`tp_size`, `context_length`,
     `mem_fraction_static`, ...). What Overstory sets itself is refused."""
 
+    environment: dict[str, str] = {}
+    """Environment variables of the ranks (`SGLANG_...`, `NCCL_...`). What Overstory and Ray set
+    themselves is refused."""
+
     gateway: GatewaySpec = GatewaySpec()
     control: ControlSpec = ControlSpec()
 
@@ -268,6 +273,11 @@ class DeploymentSpec(_Section):
         if isinstance(model, str) and not data.get("served_model_name"):
             return {**data, "served_model_name": model.rstrip("/").rsplit("/", 1)[-1]}
         return data
+
+    @field_validator("environment", mode="before")
+    @classmethod
+    def _check_environment(cls, given: Any) -> dict[str, str]:
+        return check_environment(given)
 
     @field_validator("engine")
     @classmethod

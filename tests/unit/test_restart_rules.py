@@ -24,6 +24,7 @@ def spec(**changes: Any) -> DeploymentSpec:
         {},
         {"tree": {"budget": 7}},
         {"drafter": "other"},
+        {"environment": {"SGLANG_LOG_MS": "1"}},
         {"drafter": None, "tree": {"budget": 0}},
         {"engine": {"mem_fraction_static": 0.5, "tp_size": 2}},
         {"engine": {"context_length": 8192}},
