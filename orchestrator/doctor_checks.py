@@ -238,12 +238,9 @@ def check_memory(facts: Facts) -> Iterator[Finding]:
 def check_shm(facts: Facts) -> Iterator[Finding]:
     """/dev/shm, where Ray, NCCL and SGLang's queues live."""
     for node in facts.nodes:
-        if node.shm_free < LEAST_SHM:
-            severity: Severity = "error"
-        elif node.gpus and node.shm_free < GOOD_SHM:
-            severity = "warning"
-        else:
+        if node.shm_free >= (GOOD_SHM if node.gpus else LEAST_SHM):
             continue
+        severity: Severity = "error" if node.gpus and node.shm_free < LEAST_SHM else "warning"
         yield Finding(
             severity, "shm", node.name,
             f"/dev/shm has {node.shm_free / MIB:.0f} of {node.shm / MIB:.0f} MiB free",

@@ -181,6 +181,12 @@ def test_gpu_that_no_kernel_is_built_for() -> None:
     assert len(found) == 2
 
 
+def test_little_shared_memory_is_no_error_without_gpus() -> None:
+    small = {"shm_free": 64 * MIB, "gpus": ()}
+    found = only(findings(facts(small, {"gpus": ()}, asked=Wanted())))
+    assert (found.check, found.severity) == ("shm", "warning")
+
+
 def test_narrow_link() -> None:
     narrow = (replace(GPU, link_width=8), *(GPU,) * 7)
     assert "narrow links: GPU 0 x8 of x16" in only(findings(facts(second={"gpus": narrow}))).found
