@@ -99,33 +99,39 @@ class ScriptedDrafts:
         self.texts: dict[str, list[int]] = {}
         self._draw = random.Random(seed)
         self._batch: Any = None
+        self._of_block = 0
 
     def know(self, rid: str, prompt: Sequence[int], continuation: Sequence[int]) -> None:
         self.texts[rid] = [*prompt, *continuation]
 
     def install(self, monkeypatch: Any) -> None:
-        from overstory.workers.ddtree import draft
+        from overstory.workers.ddtree import draft, step_graph
 
         hidden, merge = draft.Drafter.hidden, draft.merge_candidates
+        captured = step_graph.StepGraphs.run
 
         def remember(drafter: Any, batch: Any, *arguments: Any) -> torch.Tensor:
-            self._batch = batch
+            self._batch, self._of_block = batch, drafter._block_size - 1
             return hidden(drafter, batch, *arguments)
+
+        def remember_captured(graphs: Any, shape: Any, batch: Any, roots: torch.Tensor) -> Any:
+            self._batch, self._of_block = batch, graphs._worker.limits.block_size - 1
+            return captured(graphs, shape, batch, roots)
 
         def scripted(shards: Any, k: int) -> tuple[torch.Tensor, torch.Tensor]:
             return self._rewrite(*merge(shards, k), k)
 
         monkeypatch.setattr(draft.Drafter, "hidden", remember)
+        monkeypatch.setattr(step_graph.StepGraphs, "run", remember_captured)
         monkeypatch.setattr(draft, "merge_candidates", scripted)
 
     def _rewrite(
         self, logprobs: torch.Tensor, ids: torch.Tensor, k: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        requests = self._batch.reqs
-        depth = ids.shape[0] // len(requests)
-        rows = ids.view(len(requests), depth, k).tolist()
+        requests, depth = self._batch.reqs, self._of_block
+        rows = ids.view(-1, depth, k).tolist()  # a captured step may have more than there are
         starts = self._batch.seq_lens.tolist()
-        for candidates, req, start in zip(rows, requests, starts, strict=True):
+        for candidates, req, start in zip(rows[: len(requests)], requests, starts, strict=True):
             text = self.texts.get(req.rid, [])
             right = text[start + 1 : start + 1 + self._draw.randrange(depth + 1)]
             for level, token in enumerate(right):

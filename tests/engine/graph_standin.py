@@ -65,6 +65,26 @@ class RerunBackend:
         return forward_fn()
 
 
+class RerunRecorder:
+    """Takes the place of `CudaRecorder`: a step is run again, on the tensors of its capture."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        yield
+
+    def record(self, act: Callable[[], Any]) -> Callable[[], Any]:
+        act()
+
+        def again() -> Any:
+            self.replays += 1
+            return act()
+
+        return again
+
+
 def put_backends(monkeypatch: pytest.MonkeyPatch, max_rows: int) -> None:
     """Targets made from now on use `OverstoryAttention`, on the reference ops."""
     from sglang.srt.model_executor.model_runner_components import attention_backend_setup as setup
@@ -109,3 +129,13 @@ def capture(engine: EngineHarness, monkeypatch: pytest.MonkeyPatch, sizes: list[
     worker._tiers = GraphTiers.capture(target, worker.limits)
     for runner in (drafter.decode_cuda_graph_runner, *worker._tiers._runners.values()):
         runner.device_module = SimpleNamespace(Event=lambda: SimpleNamespace(record=lambda: None))
+
+
+def capture_steps(engine: EngineHarness, sizes: list[int]) -> RerunRecorder:
+    """Captures whole steps as well, after `capture`."""
+    from overstory.workers.ddtree.step_graph import StepGraphs
+
+    recorder = RerunRecorder()
+    worker = engine.scheduler.model_worker
+    worker._step_graphs = StepGraphs(worker, sizes, recorder)
+    return recorder

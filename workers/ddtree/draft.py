@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import (
@@ -28,6 +28,19 @@ MAX_WIDTH = 8
 """Candidates per depth that may enter a tree; later ones are hardly ever among the best paths."""
 
 
+class Block(NamedTuple):
+    """Rows of a drafter's forward, block_size per request."""
+
+    ids: torch.Tensor
+    """[bs * block_size] int64."""
+    positions: torch.Tensor
+    """[bs * block_size] int64, absolute."""
+    slots: torch.Tensor
+    """[bs * block_size] int64, KV slots."""
+    embeds: torch.Tensor
+    """[bs * block_size, hidden], of the target's embedding."""
+
+
 class Drafter:
     """Runs the DFlash drafter over one block per request.
 
@@ -49,7 +62,8 @@ class Drafter:
         self._embed = target_model.get_input_embeddings()
         self._head = HeadShard(target_model)
         self._graphed: GraphedCandidates | None = None
-        self._replayed = False
+        self.replayed = False
+        """Whether the last forward of `hidden` came from a graph."""
         self._group = group
         self._block_size = block_size
         self._mask_token_id = mask_token_id
@@ -82,27 +96,41 @@ class Drafter:
             [bs, block_size - 1, hidden], a view.
         """
         bs = roots.shape[0]
-        ids = roots.new_full((bs, self._block_size), self._mask_token_id)
-        ids[:, 0] = roots
-        positions = batch.seq_lens.unsqueeze(1) + self._offsets
+        block = self.block(batch.seq_lens, roots, window)
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=bs,
-            input_ids=ids.view(-1),
+            input_ids=block.ids,
             req_pool_indices=batch.req_pool_indices,
             seq_lens=batch.seq_lens,
-            out_cache_loc=window[:, : self._block_size].reshape(-1),
+            out_cache_loc=block.slots,
             seq_lens_sum=batch.seq_lens_sum,
             seq_lens_cpu=batch.seq_lens_cpu,
-            positions=positions.clamp_(max=self._last_position).view(-1),
-            input_embeds=self._embed(ids.view(-1)),
+            positions=block.positions,
+            input_embeds=block.embeds,
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
             spec_info=self._block_info,
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
         output = self._runner.forward(forward_batch)
-        self._replayed = bool(output.can_run_graph)
-        hidden = output.logits_output.hidden_states
+        self.replayed = bool(output.can_run_graph)
+        return self.drafted(output.logits_output.hidden_states, bs)
+
+    def block(self, lengths: torch.Tensor, roots: torch.Tensor, window: torch.Tensor) -> Block:
+        """Rows of the drafter's forward for requests of committed ``lengths`` [bs]; others as
+        `hidden`."""
+        ids = roots.new_full((roots.shape[0], self._block_size), self._mask_token_id)
+        ids[:, 0] = roots
+        positions = lengths.unsqueeze(1) + self._offsets
+        return Block(
+            ids.view(-1),
+            positions.clamp_(max=self._last_position).view(-1),
+            window[:, : self._block_size].reshape(-1),
+            self._embed(ids.view(-1)),
+        )
+
+    def drafted(self, hidden: torch.Tensor | None, bs: int) -> torch.Tensor:
+        """[bs, block_size - 1, hidden], a view: the masked positions of a forward's output."""
         assert hidden is not None, "the drafter returned no hidden states"
         return hidden.view(bs, self._block_size, -1)[:, 1:]
 
@@ -113,6 +141,7 @@ class Drafter:
         roots: torch.Tensor,
         hidden: torch.Tensor,
         bias: torch.Tensor | None,
+        replayed: bool,
     ) -> Tree:
         """Trees under ``policy`` from what `hidden` returned; the same on all ranks.
 
@@ -122,10 +151,11 @@ class Drafter:
             roots: [bs] int64.
             hidden: of the last forward.
             bias: [bs, V] logit bias of the requests, if any has one.
+            replayed: the forward came from SGLang's graph, which has found the candidates.
         """
         bs, depth = roots.shape[0], self._block_size - 1
         width = 1 if policy.mode == "chain" else min(nodes, MAX_WIDTH)
-        shards = self._group.gather_shards(self._candidates(hidden, width, bias))
+        shards = self._group.gather_shards(self._candidates(hidden, width, bias, replayed))
 
         def build() -> Tree:
             logprobs, ids = merge_candidates(shards, width)
@@ -141,10 +171,12 @@ class Drafter:
 
         return self._group.tree(build, bs, 1 + nodes, roots.device)
 
-    def _candidates(self, hidden: torch.Tensor, width: int, bias: torch.Tensor | None) -> Shard:
+    def _candidates(
+        self, hidden: torch.Tensor, width: int, bias: torch.Tensor | None, replayed: bool
+    ) -> Shard:
         """This rank's candidates: those of the graph if it ran, which knows no bias."""
         rows = hidden.shape[0] * hidden.shape[1]
-        if self._replayed and self._graphed is not None and bias is None:
+        if replayed and self._graphed is not None and bias is None:
             return self._graphed.shard(rows)
         return self._head.candidates(hidden.reshape(rows, -1), width, bias)
 

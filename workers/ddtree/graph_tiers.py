@@ -66,19 +66,32 @@ class GraphTiers:
         """Numbers of rows, ascending."""
         return tuple(self._runners)
 
+    def tier(self, rows: int) -> int:
+        """Rows of the smallest tier of at least ``rows`` rows."""
+        return next(tier for tier in self._runners if tier >= rows)
+
+    def runner(self, rows: int) -> Any:
+        """SGLang's graph runner of a tier."""
+        return self._runners[rows]
+
     def select(self, rows: int) -> int:
         """Makes the smallest tier of at least ``rows`` rows that of the next forward.
 
         Returns:
             its number of rows.
         """
-        tier = next(tier for tier in self._runners if tier >= rows)
+        tier = self.tier(rows)
         self._model_runner.decode_cuda_graph_runner = self._runners[tier]
         return tier
 
 
-def largest_captured_batch() -> int:
-    """Most requests of a captured forward in this process."""
+def captured_batches() -> list[int]:
+    """Numbers of requests of this process's captured forwards."""
     from sglang.srt.runtime_context import get_exec
 
-    return int(max(get_exec().graph.cuda_graph_config.decode.bs))
+    return sorted(get_exec().graph.cuda_graph_config.decode.bs)
+
+
+def largest_captured_batch() -> int:
+    """Most requests of a captured forward in this process."""
+    return captured_batches()[-1]

@@ -140,16 +140,15 @@ class PendingSteps:
             record.outcome.judge([before is not None for before in step.lengths])
 
 
-def depths_on_host(tree: Tree) -> torch.Tensor | None:
-    """`StepRecord.deepest` of a tree on a GPU, without waiting for it; None on a CPU.
+def on_host(values: torch.Tensor) -> torch.Tensor:
+    """``values`` on the host, without waiting for a GPU.
 
     The copy goes with the step's stream, ahead of SGLang's own of the step's tokens.
     """
-    if not tree.depths.is_cuda:
-        return None
-    deepest = tree.depths.amax(dim=1)
-    host = deepest.new_empty(deepest.shape, device="cpu", pin_memory=True)
-    host.copy_(deepest, non_blocking=True)
+    if not values.is_cuda:
+        return values
+    host = values.new_empty(values.shape, device="cpu", pin_memory=True)
+    host.copy_(values, non_blocking=True)
     return host
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, compute_position
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
@@ -23,11 +24,16 @@ from overstory.workers.ddtree.draft_input import DDTreeDraftInput
 from overstory.workers.ddtree.drafter_config import read_drafter
 from overstory.workers.ddtree.drafter_kv import StackedDrafterKv
 from overstory.workers.ddtree.grammar import mask_nodes
-from overstory.workers.ddtree.graph_tiers import GraphTiers, largest_captured_batch
+from overstory.workers.ddtree.graph_tiers import (
+    GraphTiers,
+    captured_batches,
+    largest_captured_batch,
+)
 from overstory.workers.ddtree.limits import StepLimits
 from overstory.workers.ddtree.logprobs import put_path_logprobs
 from overstory.workers.ddtree.sampler import apply_rules, draw, note_output
-from overstory.workers.ddtree.step_record import PENDING, StageClock, StepRecord, depths_on_host
+from overstory.workers.ddtree.step_graph import CudaRecorder, StepGraphs, StepShape, whole_steps
+from overstory.workers.ddtree.step_record import PENDING, StageClock, StepRecord, on_host
 from overstory.workers.ddtree.verify import RowLayout, row_layout, verify
 from overstory.workers.policy.chooser import StepChooser, spare_opted_out
 from overstory.workers.policy.options import Options
@@ -61,14 +67,14 @@ class DDTreeWorker(DFlashWorkerV2):
             overlap=not server_args.disable_overlap_schedule,
         )
         self._group = DecisionGroup()
-        self._last_position = int(self.model_runner.model_config.context_len) - 1
+        self.last_position = int(self.model_runner.model_config.context_len) - 1
         self._drafter = Drafter(
             self.draft_model_runner,
             self.model_runner.model,
             self._group,
             block_size,
             int(self._mask_token_id),
-            self._last_position,
+            self.last_position,
         )
         PENDING.start()
         self._stacked_kv: StackedDrafterKv | None = None
@@ -76,6 +82,7 @@ class DDTreeWorker(DFlashWorkerV2):
             self._stacked_kv = StackedDrafterKv(self.draft_model)
         self._target_kv: TargetKv | None = None
         self._tiers: GraphTiers | None = None
+        self._step_graphs: StepGraphs | None = None
         self._window_offsets = torch.arange(self.limits.max_rows, device=self.device)
         self.chooser = StepChooser(
             Options.of(block_size, self.limits.max_nodes), self._group, self.device == "cpu"
@@ -94,6 +101,8 @@ class DDTreeWorker(DFlashWorkerV2):
         """
         super().init_cuda_graphs()
         self._tiers = GraphTiers.capture(self.model_runner, self.limits)
+        if self._tiers is not None and whole_steps() and self._group.size == 1:
+            self._step_graphs = StepGraphs(self, captured_batches(), CudaRecorder())
 
     def _maybe_build_draft_sampler(self) -> Any:
         """What SGLang runs at the end of the captured drafter: candidates, not a greedy token."""
@@ -176,11 +185,49 @@ class DDTreeWorker(DFlashWorkerV2):
     def run_step(
         self, policy: TreePolicy, batch: Any, on_publish: Publish = None
     ) -> GenerationBatchResult:
-        """One decode step of ``batch`` under ``policy``."""
+        """One decode step of ``batch`` under ``policy``: in one graph, or in parts."""
+        if self._step_graphs is not None and self._tiers is not None:
+            rows = self._tiers.tier(1 + policy.drafted_nodes(self.limits.block_size))
+            shape = self._step_graphs.shape_of(batch, policy, rows)
+            if shape is not None:
+                return self._run_captured(self._step_graphs, shape, policy, batch, on_publish)
+        return self._run_in_parts(policy, batch, on_publish)
+
+    def _run_captured(
+        self,
+        graphs: StepGraphs,
+        shape: StepShape,
+        policy: TreePolicy,
+        batch: Any,
+        on_publish: Publish,
+    ) -> GenerationBatchResult:
+        clock = StageClock()
+        done = graphs.run(shape, batch, batch.spec_info.bonus_tokens)
+        if on_publish is not None:
+            on_publish(done.seq_lens)
+        clock.mark("step")
+        deepest = on_host(done.deepest)
+        outcome = self.chooser.outcome(batch, policy, done.tree, done.accepted)
+        PENDING.add(
+            StepRecord(str(policy), done.tree, tuple(batch.reqs), clock.stages, deepest, outcome)
+        )
+        return GenerationBatchResult(
+            logits_output=LogitsProcessorOutput(next_token_logits=None),
+            next_token_ids=done.tokens,
+            accept_lens=done.accept_lens,
+            can_run_cuda_graph=True,
+            next_draft_input=self._draft_input(done.roots, done.seq_lens),
+            speculative_num_draft_tokens=done.width,
+            new_seq_lens=done.seq_lens,
+        )
+
+    def _run_in_parts(
+        self, policy: TreePolicy, batch: Any, on_publish: Publish
+    ) -> GenerationBatchResult:
         clock = StageClock()
         roots = batch.spec_info.bonus_tokens
         prefix = batch.seq_lens
-        window = self._window(batch)
+        window = self.window_slots(prefix, batch.req_pool_indices)
         nodes = self._nodes(policy)
         tree = self._draft(policy, nodes, batch, roots, window, clock)
         tree = spare_opted_out(tree, batch.reqs)
@@ -198,9 +245,9 @@ class DDTreeWorker(DFlashWorkerV2):
         if policy.mode == "tree":
             self._compact(slots, accepted)
         hidden = verified.logits_output.hidden_states
-        extend_drafter(self, hidden, accepted, slots, prefix, self._last_position)
+        extend_drafter(self, hidden, accepted, slots, prefix, self.last_position)
         clock.mark("commit")
-        deepest = depths_on_host(tree)
+        deepest = on_host(tree.depths.amax(dim=1)) if tree.depths.is_cuda else None
         outcome = self.chooser.outcome(batch, policy, tree, accepted)
         PENDING.add(
             StepRecord(str(policy), tree, tuple(batch.reqs), clock.stages, deepest, outcome)
@@ -217,7 +264,7 @@ class DDTreeWorker(DFlashWorkerV2):
 
     def _layout(self, tree: Tree, prefix: torch.Tensor) -> RowLayout:
         with_words = getattr(self.model_runner.attn_backend, "takes_mask_words", False)
-        return row_layout(tree, prefix, self._last_position, with_words)
+        return row_layout(tree, prefix, self.last_position, with_words)
 
     def _draft(
         self,
@@ -232,15 +279,20 @@ class DDTreeWorker(DFlashWorkerV2):
             return root_tree(roots)
         hidden = self._drafter.hidden(batch, roots, window)
         clock.mark("draft")
-        tree = self._drafter.grow(policy, nodes, roots, hidden, batch.sampling_info.logit_bias)
+        bias, replayed = batch.sampling_info.logit_bias, self._drafter.replayed
+        tree = self._drafter.grow(policy, nodes, roots, hidden, bias, replayed)
         clock.mark("build")
         return tree
 
-    def _window(self, batch: Any) -> torch.Tensor:
-        """[bs, max_rows] int64: the KV slots that were reserved from each committed length on."""
+    def window_slots(self, lengths: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
+        """[bs, max_rows] int64: the KV slots that were reserved from each committed length on.
+
+        Args:
+            lengths, pool: [bs], committed lengths and rows of the table of slots.
+        """
         table = self.model_runner.req_to_token_pool.req_to_token
-        columns = batch.seq_lens.unsqueeze(1) + self._window_offsets
-        return table[batch.req_pool_indices.unsqueeze(1), columns].to(torch.int64)
+        columns = lengths.unsqueeze(1) + self._window_offsets
+        return table[pool.unsqueeze(1), columns].to(torch.int64)
 
     def _accept(
         self, batch: Any, tree: Tree, logits_output: Any, rows_at: torch.Tensor

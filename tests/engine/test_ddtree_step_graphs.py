@@ -1,0 +1,125 @@
+"""Whole steps in one graph, with a stand-in for the graph: the texts of steps in parts.
+
+What asks for more than a captured step gives is run in parts, in the same batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from ddtree_support import GREEDY, check_scripted, random_prompts, run_under, server_args
+from graph_standin import RerunRecorder, capture, capture_steps, put_backends
+
+from overstory.workers.step_stats import STATS
+
+if TYPE_CHECKING:
+    from harness import EngineHarness
+
+ROWS = 16
+FULL = pytest.mark.full
+SIZES = [1, 4]
+
+
+class Captured:
+    """An engine that captures whole steps, and what it said before it did."""
+
+    def __init__(self, engine: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.engine = engine
+        self.greedy = run_under(engine, "plain", _prompts(5), GREEDY | {"max_new_tokens": 24})
+        capture(engine, monkeypatch, SIZES)
+        self.sampled = run_under(engine, "tree-15", _prompts(4), SAMPLED)
+        self.recorder: RerunRecorder = capture_steps(engine, SIZES)
+
+
+@pytest.fixture(scope="module")
+def captured(pair: tuple[str, str]) -> Iterator[Captured]:
+    from harness import EngineHarness
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        put_backends(monkeypatch, ROWS)
+        harness = EngineHarness(pair[0], **server_args(pair[1], ROWS))
+        yield Captured(harness, monkeypatch)
+        harness.close()
+
+
+SAMPLED: list[dict[str, Any]] = [
+    one | {"max_new_tokens": 16, "ignore_eos": True}
+    for one in (
+        {"temperature": 1.0, "sampling_seed": 3},
+        {"temperature": 0.8, "top_p": 0.9, "sampling_seed": 4},
+        {"temperature": 0.0},
+        {"temperature": 1.0, "min_p": 0.05, "top_k": 30, "sampling_seed": 5},
+    )
+]
+
+
+def _prompts(count: int) -> list[list[int]]:
+    return random_prompts([40, 3, 17, 90, 64][:count], seed=4)
+
+
+def _steps(policy: str) -> dict[str, Any]:
+    counted: dict[str, Any] = STATS.snapshot()["verify"][policy]
+    return counted
+
+
+@pytest.mark.parametrize("name", ["plain", "chain", pytest.param("tree-6", marks=FULL), "tree-15"])
+def test_whole_steps_say_what_eager_forwards_say(captured: Captured, name: str) -> None:
+    """Batches of 3 are padded to 4; those of 5 run in parts."""
+    params = GREEDY | {"max_new_tokens": 24}
+    for count in (1, 3, 5):
+        before = captured.recorder.replays
+        texts = run_under(captured.engine, name, _prompts(count), params)
+        assert texts == captured.greedy[:count]
+        assert (captured.recorder.replays > before) or count == 5
+    counted = _steps(name)
+    assert counted["stage_ns"]["step"] > 0
+    nodes = {"plain": 0, "chain": 7, "tree-6": 7, "tree-15": 15}[name]
+    assert counted["rows"] >= counted["requests"] * (1 + nodes)
+
+
+def test_branches_are_accepted(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By drafts that are right on purpose, in a batch that fills the captured size."""
+    params = GREEDY | {"max_new_tokens": 24}
+    before = captured.recorder.replays
+    check_scripted(
+        captured.engine, _prompts(4), params, captured.greedy[:4], monkeypatch, ["tree-15"], seed=2
+    )
+    assert captured.recorder.replays > before
+
+
+def test_sampled_texts_are_those_of_steps_in_parts(captured: Captured) -> None:
+    """All ways to draw: two requests without filters, four of which some have, one greedy."""
+    before = captured.recorder.replays
+    for first, last in ((0, 4), (0, 1), (1, 3), (2, 3)):
+        texts = run_under(captured.engine, "tree-15", _prompts(4)[first:last], SAMPLED[first:last])
+        assert texts == captured.sampled[first:last]
+    assert captured.recorder.replays > before
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"frequency_penalty": 0.4},
+        {"logit_bias": {"7": -50.0}},
+        {"custom_params": {"overstory_speculate": False}},
+    ],
+    ids=["penalty", "bias", "opt-out"],
+)
+def test_what_needs_parts_gets_them(captured: Captured, asked: dict[str, Any]) -> None:
+    params = [GREEDY | {"max_new_tokens": 12}, GREEDY | {"max_new_tokens": 12} | asked]
+    before = captured.recorder.replays
+    texts = run_under(captured.engine, "chain", _prompts(2), params)
+    assert captured.recorder.replays == before
+    assert texts[0] == captured.greedy[0][:12]
+
+
+def test_log_probabilities_need_parts(captured: Captured) -> None:
+    engine, before = captured.engine, captured.recorder.replays
+    rid = engine.submit(
+        _prompts(1)[0], GREEDY | {"max_new_tokens": 6}, return_logprob=True, top_logprobs_num=2
+    )
+    engine.run([rid])
+    assert captured.recorder.replays == before
+    assert len(engine.outputs[rid].top_logprobs) == 6
