@@ -98,10 +98,10 @@ def run(
     shape = Shape(tuple(int(k == kind) for k in range(2)), 0, 256)
     decisions: list[Decision] = []
     for step in range(steps):
-        fresh = step % SYNC == 0
-        if fresh:
+        since = step % SYNC
+        if since == 0:
             beliefs = steering.next_beliefs(SYNC, shape, NUMBERS)
-        decision = decide(table, beliefs, shape, NUMBERS, before, fresh)
+        decision = decide(table, beliefs, shape, NUMBERS, before, since)
         if decision.why == "best":
             before = decision.option
         decisions.append(decision)

@@ -89,20 +89,20 @@ def test_a_choice_stays(
 
 
 @settings(max_examples=50)
-@given(tables(), all_beliefs(), SHAPES, ALLOWED, st.sampled_from(NUMBERS), st.booleans())
+@given(tables(), all_beliefs(), SHAPES, ALLOWED, st.sampled_from(NUMBERS), st.integers(0, 7))
 def test_ranks_that_hold_the_same_integers_decide_alike(
     table: CostTable,
     beliefs: Beliefs,
     shape: Shape,
     allowed: tuple[int, ...],
     before: int,
-    due: bool,
+    since: int,
 ) -> None:
     theirs = CostTable.from_json(json.loads(table.to_json()))
     sent = Beliefs.from_ints(beliefs.to_ints(), len(OPTIONS))
     assert (theirs, sent, theirs.version) == (table, beliefs, table.version)
-    one = decide(table, beliefs, shape, allowed, before, due)
-    assert one == decide(theirs, sent, shape, allowed, before, due)
+    one = decide(table, beliefs, shape, allowed, before, since)
+    assert one == decide(theirs, sent, shape, allowed, before, since)
     assert type(step_us(table, beliefs, shape, one.option)) is int
 
 
@@ -111,7 +111,7 @@ def test_ranks_that_hold_the_same_integers_decide_alike(
 def test_a_try_costs_a_bounded_number_of_plain_steps(
     table: CostTable, beliefs: Beliefs, shape: Shape, allowed: tuple[int, ...], before: int
 ) -> None:
-    decision = decide(table, beliefs, shape, allowed, before, True)
+    decision = decide(table, beliefs, shape, allowed, before, 0)
     assert decision.option in allowed
     if decision.why not in ("probe", "unknown"):
         return
@@ -165,12 +165,12 @@ def test_bounds_and_standing_of_the_drafter() -> None:
     assert OPTIONS.allowed(None) == NUMBERS
     assert [OPTIONS.names[o] for o in OPTIONS.allowed(7)] == ["plain", "chain", "tree-4"]
     allowed = OPTIONS.allowed(7)
-    assert decide(table, _beliefs(GREEDY, SAMPLED), shape, allowed, 0, False).option == CHAIN
-    off = decide(table, _beliefs(GREEDY, SAMPLED, OFF), shape, NUMBERS, 3, True)
+    assert decide(table, _beliefs(GREEDY, SAMPLED), shape, allowed, 0, 1).option == CHAIN
+    off = decide(table, _beliefs(GREEDY, SAMPLED, OFF), shape, NUMBERS, 3, 0)
     assert (off.option, off.why) == (PLAIN, "off")
-    trial = decide(table, _beliefs(GREEDY, SAMPLED, TRIAL), shape, NUMBERS, 3, False)
+    trial = decide(table, _beliefs(GREEDY, SAMPLED, TRIAL), shape, NUMBERS, 3, 1)
     assert (OPTIONS.names[trial.option], trial.why) == ("tree-4", "trial")
-    nobody = decide(table, _beliefs(GREEDY, SAMPLED), Shape((0, 0), 3, 300), NUMBERS, 3, True)
+    nobody = decide(table, _beliefs(GREEDY, SAMPLED), Shape((0, 0), 3, 300), NUMBERS, 3, 0)
     assert (nobody.option, nobody.why) == (PLAIN, "opted-out")
 
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from overstory.workers.policy.beliefs import (
-    NO_PROBE,
     OFF,
     ON,
     ONE,
@@ -24,6 +23,9 @@ from overstory.workers.policy.options import CHAIN, PLAIN
 
 MARGIN = 15
 """Thousandths by which another option must be better before it replaces the present one."""
+
+PLAIN_RUN = 5
+"""Steps of a probe of plain decoding: it is timed, and one step's time may be an accident."""
 
 PROBE_COST = 4
 """A probe may cost at most this many plain steps."""
@@ -138,12 +140,12 @@ def decide(
     shape: Shape,
     allowed: Sequence[int],
     before: int,
-    probe_due: bool,
+    since: int,
 ) -> Decision:
     """The option of the next step and the reason for it.
 
     Args:
-        probe_due: this is the first step under `beliefs`.
+        since: steps under `beliefs` before this one.
     """
     if not any(shape.drafting):
         return Decision(PLAIN, "opted-out")
@@ -153,10 +155,9 @@ def decide(
         return Decision(cheapest_draft(table, beliefs, shape, allowed), "trial")
     assert beliefs.drafter == ON, beliefs.drafter
     unknown = any(n and not known for n, known in zip(shape.drafting, beliefs.known, strict=True))
-    tried = beliefs.probe if probe_due else NO_PROBE
-    if unknown or tried == PROBE_DRAFT:
+    if unknown or (beliefs.probe == PROBE_DRAFT and since == 0):
         option = probe_option(table, beliefs, shape, allowed)
         return Decision(option, "unknown" if unknown else "probe")
-    if tried == PROBE_PLAIN:
+    if beliefs.probe == PROBE_PLAIN and since < PLAIN_RUN:
         return Decision(PLAIN, "probe")
     return Decision(choose(table, beliefs, shape, allowed, before), "best")

@@ -207,21 +207,26 @@ class StepChooser:
 
     def _decide(self, auto: _Auto, rule: AutoPolicy, shape: Shape) -> Decision:
         allowed = self.options.allowed(rule.most)
-        fresh = auto.steps % SYNC_STEPS == 0
-        if fresh:
+        since = auto.steps % SYNC_STEPS
+        auto.steps += 1
+        if since == 0:
             auto.beliefs = self._agree(auto, shape, allowed)
             auto.kept.clear()
-        auto.steps += 1
-        if auto.beliefs.probe and fresh:
-            return decide(auto.table, auto.beliefs, shape, allowed, auto.before, True)
-        key = (shape, auto.before, allowed)
-        decision = auto.kept.get(key)
-        if decision is None:
-            decision = decide(auto.table, auto.beliefs, shape, allowed, auto.before, False)
-            auto.kept[key] = decision
+        if auto.beliefs.probe:
+            decision = decide(auto.table, auto.beliefs, shape, allowed, auto.before, since)
+        else:
+            decision = self._kept(auto, shape, allowed)
         if decision.why == "best":
             auto.before = decision.option
         return decision
+
+    @staticmethod
+    def _kept(auto: _Auto, shape: Shape, allowed: tuple[int, ...]) -> Decision:
+        """The decision of an earlier step under these beliefs, where it is the same one."""
+        key = (shape, auto.before, allowed)
+        if key not in auto.kept:
+            auto.kept[key] = decide(auto.table, auto.beliefs, shape, allowed, auto.before, 0)
+        return auto.kept[key]
 
     def _agree(self, auto: _Auto, shape: Shape, allowed: tuple[int, ...]) -> Beliefs:
         if auto.steering is not None:

@@ -23,6 +23,7 @@ from overstory.workers.policy.beliefs import (
     Beliefs,
 )
 from overstory.workers.policy.choice import (
+    PLAIN_RUN,
     Shape,
     choose,
     probe_option,
@@ -37,14 +38,16 @@ logger = logging.getLogger(__name__)
 PROBE_LOSS = 3
 """Thousandths of the tokens that probes of each kind may cost on average."""
 
-PROBE_STEPS = (32, 4096)
-"""Fewest and most steps between two probes."""
+PROBE_STEPS = (32, 1024)
+"""Fewest and most steps between two probes of a kind. At most, because a probe's price is a belief
+too: one that is wrong would never be tried again. What it may really cost is bounded: a probe of
+drafts takes the time of a few plain steps, one of plain decoding less than it replaces."""
 
 RETRY_STEPS = (256, 16384)
 """Steps until a drafter that was switched off is tried again: at first, then doubled, at most."""
 
 OVERHEADS_KEPT = 31
-STEPS_KEPT = 15
+STEPS_KEPT = 9
 FEWEST_STEPS = 3
 STALE_STEPS = 1500
 """Timed steps that an option's factor is the median of: at most, at least, and for how long."""
@@ -178,7 +181,8 @@ class Steering:
         """Steps between two probes of an option at its price."""
         good, tried = (rate(self._table, beliefs, shape, option) for option in (best, probed))
         lost = max(0, good.tokens * tried.cost_us - tried.tokens * good.cost_us)
-        price = lost * ONE // (good.tokens * good.cost_us * PROBE_LOSS)
+        times = PLAIN_RUN if probed == PLAIN else 1
+        price = times * lost * ONE // (good.tokens * good.cost_us * PROBE_LOSS)
         return min(max(price, PROBE_STEPS[0]), PROBE_STEPS[1])
 
     def _factors(self) -> tuple[int, ...]:
