@@ -1,7 +1,7 @@
 """A few launches of one op at one shape and nothing else, for a profiler.
 
 ncu --clock-control none -k regex:attention -s 4 -c 1 python -m overstory.kernels.bench.probe
-ncu -k regex:sample -s 4 -c 1 python -m overstory.kernels.bench.probe --small "sample.*bs 32.*greedy"
+ncu -k regex:sample -s 4 -c 1 python -m overstory.kernels.bench.probe --small "sample.*greedy"
 """
 
 from __future__ import annotations

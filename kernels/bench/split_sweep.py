@@ -93,7 +93,7 @@ def _topk_launches(rows: int, columns: int, splits: int, k: int = 8) -> list[Lau
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device="cuda")
 
-    size = library.query("candidates_topk_workspace", rows=rows, splits=splits)
+    size = library.query("candidates_topk_workspace", rows=rows, columns=columns, splits=splits)
     shared = {
         "logit_type": 0,
         "rows": rows,

@@ -7,17 +7,15 @@ namespace overstory {
 namespace {
 
 constexpr int kInvalid = 1;  // cudaErrorInvalidValue
-constexpr int kBlocksPerMultiprocessor = 5;
-constexpr BlockCost kCost{kCandidateWarps, 3, 2};  // its lists are filled at the start of a block
+constexpr int kBlocksPerMultiprocessor = kRowBlocks<Bf16>;
+constexpr BlockCost kCost{kRowWarps, 1, 2};
 
 template <typename T>
-int launch_candidates(CandidatesArgs<T> args, int rows, void* stream) {
-  args.aligned = reinterpret_cast<std::uintptr_t>(args.logits) % 16 == 0 &&
-                 args.row_stride * static_cast<std::int64_t>(sizeof(T)) % 16 == 0;
-  const std::size_t shared = kCandidateWarps * sizeof(CandidatePartial) + sizeof(int);
+int launch_candidates(CandidatesArgs<T> args, int rows, void* workspace, void* stream) {
+  prepare_rows(args, rows, workspace);
   const auto blocks = static_cast<unsigned>(rows) * static_cast<unsigned>(args.splits);
-  return launch_dependent(candidates_topk_kernel<T>, dim3(blocks), 32 * kCandidateWarps, shared,
-                          stream, args);
+  return launch_dependent(candidates_topk_kernel<T>, dim3(blocks), kRowThreads,
+                          sizeof(CandidatesShared), stream, args);
 }
 
 }  // namespace
@@ -27,12 +25,17 @@ int launch_candidates(CandidatesArgs<T> args, int rows, void* stream) {
 extern "C" int overstory_candidates_topk_splits(int rows, int columns, int multiprocessors) {
   using namespace overstory;
   return choose_splits(rows, segments_of(columns), kBlocksPerMultiprocessor * multiprocessors,
-                       kCost, kCandidateSplits);
+                       kCost, kRowSplits);
+}
+
+/// Most columns that a row may have.
+extern "C" int overstory_candidates_topk_max_columns() {
+  return overstory::kMaxSegments * overstory::kSegment;
 }
 
 /// Bytes of `workspace`, which need no first value; 0 where splits is 1.
-extern "C" int overstory_candidates_topk_workspace(int rows, int splits) {
-  return splits <= 1 ? 0 : rows * splits * static_cast<int>(sizeof(overstory::CandidatePartial));
+extern "C" int overstory_candidates_topk_workspace(int rows, int columns, int splits) {
+  return static_cast<int>(overstory::row_scan_bytes(rows, columns, splits));
 }
 
 /// The k best of each row with their float32 logits, the lowest id first among equals, and the
@@ -40,13 +43,13 @@ extern "C" int overstory_candidates_topk_workspace(int rows, int splits) {
 ///   logits       [rows, row_stride], of type logit_type: 0 bfloat16, 1 float16, 2 float32; the
 ///                first `columns` of a row are read. 16-byte aligned rows are read fastest.
 ///   k            1 .. 16
-///   splits       blocks per row; logits and ids do not depend on it, logsumexp rounds otherwise
+///   splits       blocks per row; the results do not depend on it
 ///   workspace    overstory_candidates_topk_workspace bytes, 16-byte aligned
 ///   arrived      [rows] int32, zero before the first launch; each launch leaves it so. Launches
 ///                that share it or the workspace must not overlap in time.
 ///   best_logits, token_ids [rows, k] float32, int64; logsumexp [rows] float32
 ///   status       [rows] int32: 0, or 1 where the row holds NaN or +inf. Its logsumexp is NaN then,
-///                its ids are columns of the row or -1.
+///                and it has no candidates.
 extern "C" int overstory_candidates_topk(const void* logits, int logit_type, int rows, int columns,
                                          int64_t row_stride, int k, int64_t first_token_id,
                                          int splits, void* workspace, int* arrived,
@@ -55,7 +58,7 @@ extern "C" int overstory_candidates_topk(const void* logits, int logit_type, int
   using namespace overstory;
   const int64_t blocks = static_cast<int64_t>(rows) * splits;
   if (k < 1 || k > kMaxCandidates || rows < 0 || columns < 0 || splits < 1 ||
-      splits > kCandidateSplits || blocks > INT32_MAX || columns > INT32_MAX - kSegment ||
+      splits > kRowSplits || blocks > INT32_MAX || columns > kMaxSegments * kSegment ||
       (splits > 1 && (workspace == nullptr || arrived == nullptr))) {
     return kInvalid;
   }
@@ -67,13 +70,12 @@ extern "C" int overstory_candidates_topk(const void* logits, int logit_type, int
     args.k = k;
     args.splits = splits;
     args.first_token_id = first_token_id;
-    args.partials = static_cast<CandidatePartial*>(workspace);
     args.arrived = arrived;
     args.best_logits = best_logits;
     args.token_ids = token_ids;
     args.logsumexp = logsumexp;
     args.status = status;
-    return launch_candidates(args, rows, stream);
+    return launch_candidates(args, rows, workspace, stream);
   };
   return with_logit_type(logit_type, run, kInvalid);
 }
@@ -95,7 +97,7 @@ extern "C" int overstory_merge_candidates(const float* logits, const int64_t* to
     return kInvalid;
   }
   const MergeArgs args{logits, token_ids, logsumexp, shards, rows, width, k, logprobs, best, status};
-  const auto blocks = static_cast<unsigned>((rows + kCandidateWarps - 1) / kCandidateWarps);
-  return launch_dependent(merge_candidates_kernel, dim3(blocks), 32 * kCandidateWarps, 0, stream,
+  const auto blocks = static_cast<unsigned>((rows + kMergeWarps - 1) / kMergeWarps);
+  return launch_dependent(merge_candidates_kernel, dim3(blocks), 32 * kMergeWarps, 0, stream,
                           args);
 }

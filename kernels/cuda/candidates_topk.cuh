@@ -1,52 +1,61 @@
-// Top k, k <= 16, and logsumexp of rows of logits, in one pass over them.
+// Top k, k <= 16, and logsumexp of rows of logits.
 //
-// A warp streams its segments and keeps the k best of them sorted across its lanes. `cut` is a
-// lower bound of what can still enter: nearly every segment is done after one comparison per lane.
-// When more than k lanes of a segment hold something above the cut, which is so at the start and on
-// rising logits, the k-th largest of the 32 lanes' maxima becomes the cut first: it has k elements
-// at or above it. Equal logits: a warp meets its columns in ascending order, so whatever equals
-// the k-th best comes too late (the cut is the next larger float); between warps the ids decide.
+// The scan leaves of a row what row_scan.cuh says: the highest logits of groups of 256 columns, and
+// sums of weights, which make the logsumexp. The last block of a row: nothing below the k-th best of
+// the groups' highest logits can be among the k best, so few groups are read again, and few tokens
+// found; each counts those before it, which is its place. Rows with too many equal logits, or fewer
+// groups than k, or fewer than k tokens that are allowed, are read once more by warps that keep the
+// k best of their columns sorted across their lanes.
 //
-// A row is spread over `splits` blocks; the last of them to finish merges. Logits and ids do not
-// depend on the split; the logsumexp rounds differently.
+// In that, `cut` is a lower bound of what can still enter: nearly every segment is done after one
+// comparison per lane. When more than k lanes of a segment hold something above the cut, the k-th
+// largest of the 32 lanes' maxima becomes the cut first: it has k elements at or above it. Equal
+// logits: a warp meets its columns in ascending order, so whatever equals the k-th best comes too
+// late (the cut is the next larger float); between warps the ids decide.
 #pragma once
 
-#include "logit_rows.cuh"
+#include "row_prefix.cuh"
 
 namespace overstory {
 
 constexpr int kMaxCandidates = 16;
-constexpr int kCandidateWarps = 4;
-constexpr int kCandidateSplits = 32;  // at most
+constexpr int kMergeWarps = 4;  // of merge_candidates, a row each
 constexpr int kNoColumn = 0x7FFFFFFF;
 
 /// Bits of `status`.
 constexpr int kNotANumber = 1;      // the logits hold NaN or +inf
 constexpr int kNothingAllowed = 2;  // merge: every token is forbidden, or a normaliser is NaN
 
-/// What one block found of a row; columns of the shard, kNoColumn past the last.
-struct CandidatePartial {
-  float logits[kMaxCandidates];
-  int columns[kMaxCandidates];
-  float highest;  // -inf if there is nothing
-  float sum;      // of exp(logit - highest)
+template <typename T>
+struct CandidatesArgs : RowArgs<T> {
+  int k;
+  std::int64_t first_token_id;
+  float* best_logits;       // [rows, k]
+  std::int64_t* token_ids;  // [rows, k]
+  float* logsumexp;         // [rows]
+  int* status;              // [rows]
 };
 
-template <typename T>
-struct CandidatesArgs {
-  const T* logits;  // [rows, row_stride]
-  std::int64_t row_stride;
-  int columns;  // of a row to read
-  int k;
-  int splits;
-  bool aligned;
-  std::int64_t first_token_id;
-  CandidatePartial* partials;  // [rows, splits]
-  int* arrived;                // [rows], 0 before and after
-  float* best_logits;          // [rows, k]
-  std::int64_t* token_ids;     // [rows, k]
-  float* logsumexp;            // [rows]
-  int* status;                 // [rows]
+/// The best of one warp's columns; kNoColumn past the last.
+struct CandidateList {
+  float logits[kMaxCandidates];
+  int columns[kMaxCandidates];
+};
+
+struct CandidatesShared {
+  RowScan scan;
+  RowBounds bounds[kRowWarps];
+  double sums[kRowWarps];
+  int is_last;
+  int listed;  // groups
+  int found;   // tokens
+  std::uint16_t list[kMaxGroups];
+  BlockScratch scratch;
+  union {  // one after the other
+    PrefixShared prefix;
+    Token tokens[kListedTokens];
+    CandidateList lists[kRowWarps];
+  };
 };
 
 /// Larger logit first, then lower column.
@@ -112,54 +121,12 @@ struct WarpBest {
   }
 };
 
-/// Sum of exponentials relative to a running maximum. NaN and +inf make `sum` NaN for good.
-struct RunningSum {
-  float highest = -kInfinity;
-  float sum = 0.0f;
-
-  /// What exponents are taken relative to: a number even if everything so far is forbidden.
-  __device__ float base() const { return highest == -kInfinity ? 0.0f : highest; }
-
-  __device__ void raise(float to) {
-    if (!(to > highest)) return;
-    sum *= ptx::exp2_fast((highest - to) * kLog2E);
-    highest = to;
-  }
-
-  __device__ void merge(float other_highest, float other_sum) {
-    raise(other_highest);
-    sum += other_sum * ptx::exp2_fast((other_highest - base()) * kLog2E);
-  }
-};
-
-/// Of exp(logit - base) over a lane's part of a segment.
+/// One warp's search over its segments.
 template <typename T>
-__device__ float sum_of_segment(const Segment<T>& segment, float base) {
-  float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  const auto add = [&](auto exponent) {
-#pragma unroll
-    for (int i = 0; i < Segment<T>::kLoads; ++i) {
-#pragma unroll
-      for (int j = 0; j < Segment<T>::kPerLoad; ++j) {
-        sums[j % 4] += ptx::exp2_fast(exponent(segment.at(i, j)));
-      }
-    }
-    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
-  };
-  const float top = ptx::mul_rn(base, kLog2E);
-  if (!(fabsf(top) <= kFastExponent)) return add([=](float x) { return (x - base) * kLog2E; });
-  // One instruction less; all exponents are too high by what `top` was rounded off by.
-  const float sum = add([=](float x) { return ptx::fma_rn(x, kLog2E, -top); });
-  return ptx::fma_rn(-ptx::fma_rn(base, kLog2E, -top) * kLn2, sum, sum);
-}
-
-/// One warp's state over its segments.
-template <typename T>
-struct CandidateScan {
+struct CandidateSearch {
   using Loads = Segment<T>;
   WarpBest best;
-  RunningSum running;      // of this lane
-  float cut = -kInfinity;  // what is below cannot be among the k best
+  float cut;  // what is below cannot be among the k best
 
   __device__ void take(const Loads& segment, int first, int end, int k) {
     float load_highest[Loads::kLoads];
@@ -173,9 +140,6 @@ struct CandidateScan {
       }
       highest = fmaxf(highest, load_highest[i]);
     }
-    running.raise(highest);
-    running.sum += sum_of_segment(segment, running.base());
-
     const int lanes = ptx::popcount(ptx::ballot(highest >= cut));
     if (lanes == 0) return;
     if (lanes > k) cut = fmaxf(cut, kth_largest_of_warp(highest, k));
@@ -215,109 +179,140 @@ struct CandidateScan {
   }
 };
 
-/// A warp's lanes to one partial.
-__device__ inline void store_partial(CandidatePartial& to, const WarpBest& best,
-                                     RunningSum running) {
-  float highest = running.highest;
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) highest = fmaxf(highest, ptx::shfl_xor(highest, step));
-  running.raise(highest);
-  const float sum = warp_sum(running.sum);
-  if (ptx::lane() < kMaxCandidates) {
-    to.logits[ptx::lane()] = best.logit;
-    to.columns[ptx::lane()] = best.column;
-  }
-  if (ptx::lane() == 0) {
-    to.highest = highest;
-    to.sum = sum;
-  }
-}
-
-/// Merges partials first, first + step, ... below `count` in that order; whole warp.
-__device__ inline void merge_partials(const CandidatePartial* from, int first, int step, int count,
-                                      WarpBest& best, RunningSum& running) {
-  const int reversed = kMaxCandidates - 1 - ptx::lane() % kMaxCandidates;
-  for (int i = first; i < count; i += step) {
-    best.merge_reversed(ptx::load_volatile(&from[i].logits[reversed]),
-                        ptx::load_volatile(&from[i].columns[reversed]));
-    running.merge(ptx::load_volatile(&from[i].highest), ptx::load_volatile(&from[i].sum));
-  }
-}
-
+/// Output k of a row; column kNoColumn: there is none.
 template <typename T>
-__device__ void write_candidates(const CandidatesArgs<T>& args, int row, const WarpBest& best,
-                                 const RunningSum& running) {
-  const bool exists = best.column != kNoColumn;
-  if (ptx::lane() < args.k) {
-    const std::int64_t at = static_cast<std::int64_t>(row) * args.k + ptx::lane();
-    args.best_logits[at] = best.logit;
-    args.token_ids[at] = exists ? args.first_token_id + best.column : -1;
+__device__ void write_candidate(const CandidatesArgs<T>& args, int row, int place, float logit,
+                                int column) {
+  const std::int64_t at = static_cast<std::int64_t>(row) * args.k + place;
+  args.best_logits[at] = logit;
+  args.token_ids[at] = column == kNoColumn ? -1 : args.first_token_id + column;
+}
+
+/// The sum of weights relative to `highest`. Whole block, the result in every thread.
+template <typename T>
+__device__ double add_up(const CandidatesArgs<T>& args, float highest, CandidatesShared& shared) {
+  double sum = 0.0;
+  for (int i = ptx::thread(); i < segments_of(args.columns); i += kRowThreads) {
+    const float top = highest_of(&shared.scan.groups[i * kSegmentGroups]);
+    if (top > -kInfinity) {
+      sum += static_cast<double>(shared.scan.sums[i]) * PlainScaling().weight(top, highest);
+    }
   }
-  if (ptx::lane() == 0) {
-    const float result = running.base() + logf(running.sum);
-    args.logsumexp[row] = running.highest == -kInfinity && running.sum == 0.0f ? -kInfinity : result;
-    args.status[row] = running.sum < kInfinity ? 0 : kNotANumber;
+  sum = warp_sum(sum);
+  if (ptx::lane() == 0) shared.sums[ptx::warp()] = sum;
+  ptx::sync_block();
+  double all = 0.0;
+#pragma unroll
+  for (int i = 0; i < kRowWarps; ++i) all += shared.sums[i];
+  return all;
+}
+
+/// Every token counts those before it: up to as many as there are threads.
+template <typename T>
+__device__ void place_tokens(const CandidatesArgs<T>& args, int row, const Token* tokens,
+                             int count) {
+  if (ptx::thread() >= count) return;
+  const Token mine = tokens[ptx::thread()];
+  int place = 0;
+#pragma unroll 4
+  for (int i = 0; i < count; ++i) {
+    const Token other = tokens[i];
+    place += other.key > mine.key || (other.key == mine.key && other.column < mine.column);
+  }
+  if (place < args.k) write_candidate(args, row, place, from_ordered(mine.key), mine.column);
+}
+
+/// The whole row once more; `cut` as in CandidateSearch.
+template <typename T>
+__device__ void search_row(const CandidatesArgs<T>& args, int row, float cut,
+                           CandidatesShared& shared) {
+  const T* logits = args.logits + row * args.row_stride;
+  CandidateSearch<T> search;
+  search.cut = cut;
+  for (int i = ptx::warp(); i < segments_of(args.columns); i += kRowWarps) {
+    // The cut is the same in every lane.
+    if (highest_of(&shared.scan.groups[i * kSegmentGroups]) < search.cut) continue;
+    Segment<T> segment;
+    segment.load(logits, i * kSegment, args.columns, args.aligned);
+    search.take(segment, i * kSegment, args.columns, args.k);
+  }
+  ptx::sync_block();  // the lists lie where the prefix was
+  if (ptx::lane() < kMaxCandidates) {
+    shared.lists[ptx::warp()].logits[ptx::lane()] = search.best.logit;
+    shared.lists[ptx::warp()].columns[ptx::lane()] = search.best.column;
+  }
+  ptx::sync_block();
+  if (ptx::warp() != 0) return;
+  const int reversed = kMaxCandidates - 1 - ptx::lane() % kMaxCandidates;
+  WarpBest best;
+  for (const CandidateList& list : shared.lists) {
+    best.merge_reversed(list.logits[reversed], list.columns[reversed]);
+  }
+  if (ptx::lane() < args.k) write_candidate(args, row, ptx::lane(), best.logit, best.column);
+}
+
+/// The whole block, with the row's scan in shared memory.
+template <typename T>
+__device__ void finish_candidates(const CandidatesArgs<T>& args, int row,
+                                  CandidatesShared& shared) {
+  const RowBounds bounds = bounds_of(shared.scan, args.columns, shared.bounds);
+  const bool good = bounds.highest < kInfinity;  // not NaN either
+  const bool allowed = bounds.highest > -kInfinity;
+  double sum = 0.0;
+  if (good && allowed) sum = add_up(args, bounds.highest, shared);
+  if (ptx::thread() == 0) {
+    const float result = bounds.highest + static_cast<float>(log(sum));
+    args.logsumexp[row] = !good ? NAN : allowed ? result : -kInfinity;
+    args.status[row] = good ? 0 : kNotANumber;
+  }
+  if (!good) {
+    if (ptx::thread() < args.k) {
+      write_candidate(args, row, ptx::thread(), -kInfinity, kNoColumn);
+    }
+    return;
+  }
+  bool bounded = false;
+  float floor = -kInfinity;
+  if (allowed) {
+    const PrefixBound most{static_cast<std::uint32_t>(args.k), UINT64_MAX};
+    floor = lowest_by_groups<T>(
+        shared.scan.groups, args.columns, bounds, -FLT_MAX, most,
+        [](float) { return std::uint64_t{0}; }, shared.prefix, shared.scratch, bounded);
+  }
+  if (!bounded) {
+    search_row(args, row, -kInfinity, shared);
+    return;
+  }
+  const GroupReader<T> reader =
+      list_groups<T>(args, row, shared.scan.groups, floor, shared.list, shared.listed);
+  // The groups' highest logits are needed below, so the tokens are not put in their place.
+  Token* tokens = shared.tokens;
+  const int count = list_tokens(reader, floor, [](float) { return true; }, tokens, shared.found);
+  if (count <= kRowThreads) {
+    place_tokens(args, row, tokens, count);
+  } else {
+    search_row(args, row, floor, shared);
   }
 }
 
 /// Grid: rows * splits blocks, those of a row side by side.
 template <typename T>
-__global__ void __launch_bounds__(32 * kCandidateWarps, sizeof(T) == 4 ? 4 : 5)
+__global__ void __launch_bounds__(kRowThreads, kRowBlocks<T>)
     candidates_topk_kernel(CandidatesArgs<T> args) {
-  auto* shared = ptx::shared_memory<CandidatePartial>();  // one per warp
-  int* is_last = reinterpret_cast<int*>(shared + kCandidateWarps);
+  auto& shared = *ptx::shared_memory<CandidatesShared>();
   const int row = ptx::block() / args.splits, split = ptx::block() % args.splits;
-  const T* logits = args.logits + row * args.row_stride;
-  const int segments = segments_of(args.columns);
-  const int end = split_begin(segments, split + 1, args.splits);
-  int segment = split_begin(segments, split, args.splits) + ptx::warp();
   ptx::pdl_wait();
   ptx::pdl_launch_dependents();
-
-  CandidateScan<T> scan;
-  Segment<T> next;
-  if (segment < end) next.load(logits, segment * kSegment, args.columns, args.aligned);
-  while (segment < end) {
-    const Segment<T> current = next;
-    const int first = segment * kSegment;
-    segment += kCandidateWarps;
-    if (segment < end) next.load(logits, segment * kSegment, args.columns, args.aligned);
-    scan.take(current, first, args.columns, args.k);
-  }
-  store_partial(shared[ptx::warp()], scan.best, scan.running);
+  SplitReader<T> reader(args, row, split);
+  reader.each([&](const Segment<T>& segment, int number) {
+    store_scan(args, row, number, scan_segment(segment, PlainScaling{}), shared.scan);
+  });
   ptx::sync_block();
-
-  WarpBest best;
-  RunningSum running;
-  if (ptx::warp() == 0) {
-    merge_partials(shared, 0, 1, kCandidateWarps, best, running);
-    if (args.splits == 1) write_candidates(args, row, best, running);
+  if (args.splits > 1) {
+    if (!is_last_of_row(args, row, shared.is_last)) return;
+    collect(args, row, shared.scan);
   }
-  if (args.splits == 1) return;
-  CandidatePartial* partials = args.partials + static_cast<std::int64_t>(row) * args.splits;
-  if (ptx::warp() == 0) {
-    RunningSum whole = running;  // the same in every lane: lane 0's stands for the warp
-    if (ptx::lane() != 0) whole = RunningSum{};
-    store_partial(partials[split], best, whole);
-    ptx::fence_device();
-    ptx::sync_warp();
-    if (ptx::lane() == 0) *is_last = ptx::atomic_add(args.arrived + row, 1) == args.splits - 1;
-  }
-  ptx::sync_block();
-  if (*is_last == 0) return;
-  ptx::fence_device();
-  best = WarpBest{};
-  running = RunningSum{};
-  merge_partials(partials, ptx::warp(), kCandidateWarps, args.splits, best, running);
-  if (ptx::lane() != 0) running = RunningSum{};
-  store_partial(shared[ptx::warp()], best, running);
-  ptx::sync_block();
-  if (ptx::warp() != 0) return;
-  best = WarpBest{};
-  running = RunningSum{};
-  merge_partials(shared, 0, 1, kCandidateWarps, best, running);
-  write_candidates(args, row, best, running);
-  if (ptx::lane() == 0) args.arrived[row] = 0;
+  finish_candidates(args, row, shared);
 }
 
 struct MergeArgs {
@@ -334,8 +329,8 @@ struct MergeArgs {
 };
 
 /// A warp per row.
-__global__ void __launch_bounds__(32 * kCandidateWarps) merge_candidates_kernel(MergeArgs args) {
-  const int row = ptx::block() * kCandidateWarps + ptx::warp();
+__global__ void __launch_bounds__(32 * kMergeWarps) merge_candidates_kernel(MergeArgs args) {
+  const int row = ptx::block() * kMergeWarps + ptx::warp();
   ptx::pdl_wait();
   ptx::pdl_launch_dependents();
   if (row >= args.rows) return;

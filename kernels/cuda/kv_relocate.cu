@@ -10,10 +10,20 @@ namespace {
 
 constexpr int kInvalid = 1;  // cudaErrorInvalidValue
 constexpr int kMinThreads = 128;
+constexpr int kNarrow = 2048;  // moves from which on slices are narrow
 constexpr int kPreferredSliceLog2 = 3;  // 128 bytes: whole cache lines while the moves allow it
 
 template <typename Slot>
 int launch_relocate(const RelocateArgs& args, int layers, void* stream) {
+  if (args.overlap != nullptr) {
+    constexpr std::size_t kShared = (kRelocateTable + 1) * sizeof(int);
+    int error = raise_shared_limit<kv_overlap_kernel<Slot>>(kShared);
+    if (error == 0) {
+      error = launch_dependent(kv_overlap_kernel<Slot>, dim3(1), kRelocateThreads, kShared, stream,
+                               args);
+    }
+    if (error != 0) return error;
+  }
   const int total = args.moves << args.slice_log2;
   // Few moves: one unit per thread, so that latencies overlap; many: up to 1,024 threads of 8.
   const int units = total <= 1024 ? 1 : total <= 2048 ? 2 : total <= 4096 ? 4 : 8;
@@ -48,17 +58,19 @@ extern "C" int overstory_kv_relocate_max_moves() { return overstory::kMaxMoves; 
 ///   layers        device array of num_layers addresses, multiples of 16
 ///   row_bytes     a multiple of 16
 ///   source_slots, target_slots   [moves] int32, or int64 if wide_slots
+///   scratch       [1] int32, any value. Launches that share it must not overlap in time.
 ///   status        [1] int32, left alone where all is well
 /// More than overstory_kv_relocate_max_moves() moves: cudaErrorInvalidValue. They cannot be split
 /// freely: a later launch must not read what an earlier one wrote.
 extern "C" int overstory_kv_relocate(void* const* layers, int num_layers, int64_t row_bytes,
                                      int64_t slots, const void* source_slots,
                                      const void* target_slots, bool wide_slots, int moves,
-                                     int* status, void* stream) {
+                                     int* scratch, int* status, void* stream) {
   using namespace overstory;
   if (row_bytes <= 0 || row_bytes % kRelocateUnit != 0 || row_bytes > (1 << 24) || moves < 0 ||
       moves > kMaxMoves || num_layers < 0 || num_layers > 65535 || slots > INT32_MAX ||
-      status == nullptr) {
+      (row_bytes / kRelocateUnit) * static_cast<int64_t>(moves) > INT32_MAX ||
+      scratch == nullptr || status == nullptr) {
     return kInvalid;
   }
   if (moves == 0) return 0;
@@ -67,6 +79,7 @@ extern "C" int overstory_kv_relocate(void* const* layers, int num_layers, int64_
   const RelocateArgs args{layers,
                           source_slots,
                           target_slots,
+                          moves > kNarrow ? scratch : nullptr,
                           status,
                           moves,
                           static_cast<int>(row_bytes / kRelocateUnit),

@@ -1,4 +1,4 @@
-// Moves rows between slots in every layer's buffer, in one launch, for any overlap of sources and
+// Moves rows between slots in every layer's buffer, in one op, for any overlap of sources and
 // destinations.
 //
 // A block owns one column slice of one layer for all moves: it reads every source slice into
@@ -6,6 +6,9 @@
 // chains, cycles, swaps and sources named more than once need no plan and no order. The price is a
 // bound on the moves of one launch (kMaxMoves), and that a slice is as narrow as the moves are
 // many: 32 bytes, one sector of DRAM, for up to 4,096 moves.
+//
+// Where slices would be that narrow, a kernel before asks whether any row is a source and a
+// destination. If none is, there is nothing to wait for: blocks share whole rows instead.
 #pragma once
 
 #include "ptx.cuh"
@@ -16,11 +19,15 @@ constexpr int kRelocateUnit = 16;             // bytes
 constexpr int kRelocateUnitsPerThread = 8;    // 32 registers
 constexpr int kRelocateMaxUnits = 1024 * kRelocateUnitsPerThread;
 constexpr int kMaxMoves = kRelocateMaxUnits;  // one unit of each row in a block
+constexpr int kRelocateTableLog2 = 14;        // twice as many places as sources
+constexpr int kRelocateTable = 1 << kRelocateTableLog2;
+constexpr int kRelocateThreads = 1024;
 
 struct RelocateArgs {
   void* const* layers;   // [layers] base addresses, 16-byte aligned, not overlapping
   const void* sources;   // [moves] Slot
   const void* targets;   // [moves] Slot, distinct where not skipped
+  int* overlap;          // [1] or null; null: not known. 1: some row is source and destination
   int* status;           // [1], set to 1 by a slot that is neither -1 nor in the buffers
   int moves;
   int row_units;
@@ -57,6 +64,69 @@ __device__ void check_slots(const RelocateArgs& args) {
   }
 }
 
+/// First place to look for a slot.
+__device__ inline int table_place(int slot) {
+  return static_cast<int>(static_cast<std::uint32_t>(slot) * 2654435769u >>
+                          (32 - kRelocateTableLog2));
+}
+
+/// One block: whether the row of any target is a source too, to *args.overlap.
+template <typename Slot>
+__global__ void __launch_bounds__(kRelocateThreads) kv_overlap_kernel(RelocateArgs args) {
+  int* table = ptx::shared_memory<int>();  // kRelocateTable slots, -1 where there is none
+  int* found = table + kRelocateTable;
+  ptx::pdl_wait();
+  ptx::pdl_launch_dependents();
+  for (int i = ptx::thread(); i < kRelocateTable; i += kRelocateThreads) table[i] = -1;
+  if (ptx::thread() == 0) *found = 0;
+  ptx::sync_block();
+  for (int i = ptx::thread(); i < args.moves; i += kRelocateThreads) {
+    const int slot = load_move<Slot>(args, i).source;
+    if (slot < 0) continue;
+    int place = table_place(slot);
+    for (;;) {
+      const int there = ptx::atomic_cas(&table[place], -1, slot);
+      if (there == -1 || there == slot) break;
+      place = (place + 1) % kRelocateTable;
+    }
+  }
+  ptx::sync_block();
+  for (int i = ptx::thread(); i < args.moves; i += kRelocateThreads) {
+    const int slot = load_move<Slot>(args, i).target;
+    if (slot < 0) continue;
+    int place = table_place(slot);
+    while (table[place] != -1 && table[place] != slot) place = (place + 1) % kRelocateTable;
+    if (table[place] == slot) *found = 1;
+  }
+  ptx::sync_block();
+  if (ptx::thread() == 0) *args.overlap = *found;
+}
+
+/// Units first .. end of a layer's moves, row after row.
+template <typename Slot, int Units>
+__device__ void move_rows(const RelocateArgs& args, char* layer, int first, int end) {
+  const std::int64_t row_bytes = static_cast<std::int64_t>(args.row_units) * kRelocateUnit;
+  for (int base = first + ptx::thread(); base < end; base += Units * ptx::block_threads()) {
+    char* targets[Units];
+    uint4 held[Units];
+#pragma unroll
+    for (int i = 0; i < Units; ++i) {
+      const int unit = base + i * ptx::block_threads();
+      targets[i] = nullptr;
+      if (unit >= end) continue;
+      const Move move = load_move<Slot>(args, unit / args.row_units);
+      if (move.source < 0) continue;
+      char* part = layer + unit % args.row_units * kRelocateUnit;
+      targets[i] = part + move.target * row_bytes;
+      held[i] = ptx::load_once(part + move.source * row_bytes);
+    }
+#pragma unroll
+    for (int i = 0; i < Units; ++i) {
+      if (targets[i] != nullptr) *reinterpret_cast<uint4*>(targets[i]) = held[i];
+    }
+  }
+}
+
 /// Grid: x = slices of a row, y = layers. Each thread moves `Units` units: unit u of the block is
 /// part u % slice of move u / slice.
 template <typename Slot, int Units>
@@ -64,6 +134,14 @@ __global__ void __launch_bounds__(1024) kv_relocate_kernel(RelocateArgs args) {
   ptx::pdl_wait();
   ptx::pdl_launch_dependents();
   char* layer = static_cast<char*>(args.layers[ptx::block_y()]);
+  if (ptx::block() == 0 && ptx::block_y() == 0) check_slots<Slot>(args);
+  if (args.overlap != nullptr && ptx::load_volatile(args.overlap) == 0) {
+    const std::int64_t units = static_cast<std::int64_t>(args.moves) * args.row_units;
+    const int first = static_cast<int>(units * ptx::block() / ptx::grid_size());
+    const int end = static_cast<int>(units * (ptx::block() + 1) / ptx::grid_size());
+    move_rows<Slot, (Units > 4 ? 4 : Units)>(args, layer, first, end);
+    return;
+  }
   const int total = args.moves << args.slice_log2;
   const int part = (ptx::block() << args.slice_log2) +
                    (ptx::thread() & ((1 << args.slice_log2) - 1));  // of a row, for all units
@@ -91,7 +169,6 @@ __global__ void __launch_bounds__(1024) kv_relocate_kernel(RelocateArgs args) {
       *reinterpret_cast<uint4*>(layer + moves[i].target * row_bytes) = held[i];
     }
   }
-  if (ptx::block() == 0 && ptx::block_y() == 0) check_slots<Slot>(args);
 }
 
 }  // namespace overstory

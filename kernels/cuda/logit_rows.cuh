@@ -12,8 +12,6 @@ constexpr int kSegment = 1024;
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kLn2 = 0.69314718055994531f;
 constexpr float kInfinity = INFINITY;
-/// Exponents of 2 up to which a logit times a rounded factor is as good as anything.
-constexpr float kFastExponent = 96.0f;
 
 /// Codes of the launchers' `logit_type`.
 constexpr int kLogitsBf16 = 0, kLogitsF16 = 1, kLogitsF32 = 2;

@@ -172,6 +172,10 @@ OVERSTORY_DEVICE std::uint32_t atomic_add(std::uint32_t* at, std::uint32_t value
 OVERSTORY_DEVICE std::uint64_t atomic_add(std::uint64_t* at, std::uint64_t value) {
   return atomicAdd(reinterpret_cast<unsigned long long*>(at), value);
 }
+/// What was there; replaced if it was `expected`.
+OVERSTORY_DEVICE int atomic_cas(int* at, int expected, int value) {
+  return atomicCAS(at, expected, value);
+}
 OVERSTORY_DEVICE int atomic_min(int* at, int value) { return atomicMin(at, value); }
 OVERSTORY_DEVICE void fence_device() { __threadfence(); }
 template <typename T>

@@ -1,7 +1,8 @@
 // What the kernels of sample_nodes share: arguments, and writing a result.
 #pragma once
 
-#include "sample_scan.cuh"
+#include "row_scan.cuh"
+#include "sample_rules.cuh"
 
 namespace overstory {
 
@@ -11,18 +12,10 @@ struct GreedyBest {
 };
 
 template <typename T>
-struct SampleArgs {
-  const T* logits;  // [rows, row_stride]
-  std::int64_t row_stride;
-  int columns;
-  int splits;
-  bool aligned;
+struct SampleArgs : RowArgs<T> {
   bool filters;  // rows may have filters
   SampleParameters parameters;
-  float* groups;         // [rows, segments, kSegmentGroups], as in SegmentScan; only with splits
-  float* sums;           // [rows, segments]
   GreedyBest* greedy;    // [rows, splits]
-  int* arrived;          // [rows], 0 before and after
   std::int64_t* tokens;  // [rows]
   int* status;           // [rows]
 };

@@ -6,21 +6,16 @@
 // cache, where the scan has just left them), and nearly always few tokens do: each counts what
 // comes before it, which says whether it is kept, and then the weights of the kept tokens of lower
 // id, which says whether it is drawn. Of more tokens than the block has threads, histograms find the
-// end of the prefix (sample_prefix.cuh), and sums per segment the token; the tokens are listed in
+// end of the prefix (row_prefix.cuh), and sums per segment the token; the tokens are listed in
 // shared memory, or, where there are too many, read from the cache each time.
 #pragma once
 
-#include "sample_prefix.cuh"
+#include "row_prefix.cuh"
+#include "sample_args.cuh"
 
 namespace overstory {
 
-constexpr int kFewTokens = kSampleThreads;
-constexpr int kListedTokens = 1024;
-
-struct Token {
-  std::uint32_t key;  // ordered(logit)
-  int column;
-};
+constexpr int kFewTokens = kRowThreads;
 
 struct Candidate {
   std::uint64_t rank;  // larger: earlier in the prefix; the lower half is ~column
@@ -29,7 +24,7 @@ struct Candidate {
 
 struct FilterShared {
   BlockScratch scratch;
-  std::uint64_t rest;
+  std::uint64_t noise, rest;
   int listed;  // groups
   int found;   // tokens
   std::uint16_t list[kMaxGroups];
@@ -46,16 +41,11 @@ struct FilterRow {
   const T* logits;
   int columns;
   bool aligned;
-  float* groups;          // shared, kMaxGroups: highest logits; later the tokens
-  float highest, lowest;  // of the groups that hold more than -inf
-  float top;              // scaled(highest)
-  double total;           // of weights
-
-  /// Room for kListedTokens where the groups' logits were, which nobody needs once groups are
-  /// listed.
-  __device__ Token* tokens() const { return reinterpret_cast<Token*>(groups); }
+  RowBounds bounds;
+  float top;     // scaled(highest)
+  double total;  // of weights
+  Token* tokens;
 };
-static_assert(kListedTokens * sizeof(Token) <= kMaxGroups * sizeof(float), "they share memory");
 
 /// A logit below which no token is kept, and not below the lowest number: -inf is never looked at.
 ///
@@ -71,65 +61,8 @@ __device__ float lowest_by_weight(const FilterRow<T>& row, const SampleRules& ru
   }
   if (!(least > 0.0f)) return -FLT_MAX;
   const float distance = ptx::log2_fast(fminf(least, 1.0f)) * kLn2 * rules.temperature;
-  const float slack = 1e-3f * rules.temperature + 1e-5f * (fabsf(row.highest) - distance);
-  return fmaxf(-FLT_MAX, fminf(row.highest + distance - slack, row.highest));
-}
-
-/// The same by the prefix of the groups' highest logits, and not below `floor`.
-template <typename T>
-__device__ float lowest_by_groups(const FilterRow<T>& row, const SampleRules& rules, float floor,
-                                  const PrefixBound& most, FilterShared& shared) {
-  constexpr std::uint32_t kEnough = 16;
-  const float low = fmaxf(floor, row.lowest);
-  const auto each = [&](auto add) {
-    for (int i = ptx::thread(); i < groups_of(row.columns); i += kSampleThreads) {
-      const float logit = row.groups[i];
-      if (logit >= low) add(logit, [&] { return fixed_weight(rules.weight(logit, row.top)); });
-    }
-  };
-  const PrefixEnd end =
-      find_prefix(BinRule::over(ordered(low), ordered(row.highest), kStep<T>), most, kEnough,
-                  kStep<T>, each, shared.prefix, shared.scratch);
-  return end.bounded ? fmaxf(floor, from_ordered(end.high - end.range)) : floor;
-}
-
-/// Lists the groups that reach `floor`. Whole block; in any order.
-template <typename T>
-__device__ GroupReader<T> list_groups(const FilterRow<T>& row, float floor, FilterShared& shared) {
-  if (ptx::thread() == 0) shared.listed = 0;
-  ptx::sync_block();
-  for (int first = 0; first < groups_of(row.columns); first += kSampleThreads) {
-    const int group = first + ptx::thread();
-    const bool reaches = group < groups_of(row.columns) && row.groups[group] >= floor;
-    const std::uint32_t those = ptx::ballot(reaches);
-    if (those == 0) continue;
-    int at = 0;
-    if (ptx::lane() == 0) at = ptx::atomic_add(&shared.listed, ptx::popcount(those));
-    at = ptx::shfl(at, 0) + ptx::popcount(those & ((1u << ptx::lane()) - 1));
-    if (reaches) shared.list[at] = static_cast<std::uint16_t>(group);
-  }
-  ptx::sync_block();
-  return {row.logits, row.columns, row.aligned, shared.list, shared.listed};
-}
-
-/// Lists the tokens of at least `floor` and min_p, in any order; how many there are, which may be
-/// more than are listed, and more than are kept.
-template <typename T>
-__device__ int list_tokens(const FilterRow<T>& row, const GroupReader<T>& reader,
-                           const SampleRules& rules, float floor, FilterShared& shared) {
-  if (ptx::thread() == 0) shared.found = 0;
-  ptx::sync_block();
-  Token* tokens = row.tokens();
-  reader.each(
-      floor,
-      [&](float logit, int column) {
-        if (!(rules.weight(logit, row.top) >= rules.min_p)) return;
-        const int at = ptx::atomic_add(&shared.found, 1);
-        if (at < kListedTokens) tokens[at] = {ordered(logit), column};
-      },
-      [](int) {});
-  ptx::sync_block();
-  return shared.found;
+  const float slack = 1e-3f * rules.temperature + 1e-5f * (fabsf(row.bounds.highest) - distance);
+  return fmaxf(-FLT_MAX, fminf(row.bounds.highest + distance - slack, row.bounds.highest));
 }
 
 /// The draw from at most kFewTokens candidates: every one looks at every other, shared by as many
@@ -139,7 +72,7 @@ __device__ void draw_of_few(const SampleArgs<T>& args, int number, const FilterR
                             const SampleRules& rules, int count, const PrefixBound& most,
                             FilterShared& shared) {
   if (ptx::thread() < count) {
-    const Token token = row.tokens()[ptx::thread()];
+    const Token token = row.tokens[ptx::thread()];
     const std::uint64_t high = token.key;
     shared.candidates[ptx::thread()] = {
         high << 32 | ~static_cast<std::uint32_t>(token.column),
@@ -147,7 +80,7 @@ __device__ void draw_of_few(const SampleArgs<T>& args, int number, const FilterR
   }
   ptx::sync_block();
   int parts = 1;
-  while (parts < 16 && parts * 2 * count <= kSampleThreads) parts *= 2;
+  while (parts < 16 && parts * 2 * count <= kRowThreads) parts *= 2;
   const int index = ptx::thread() / parts, part = ptx::thread() % parts;
   const bool exists = index < count;
   Candidate mine{0, 0};
@@ -184,7 +117,7 @@ __device__ void draw_of_few(const SampleArgs<T>& args, int number, const FilterR
     before += ptx::shfl_xor(before, step);
     all += ptx::shfl_xor(all, step);
   }
-  const std::uint64_t goal = share_of(noise_of(args.parameters, number), all);
+  const std::uint64_t goal = share_of(shared.noise, all);
   if (exists && part == 0 && before <= goal && goal - before < mine.mass) {
     write_token(args, number, static_cast<int>(~order), 0);
   }
@@ -196,15 +129,15 @@ struct TokenList {
   const Token* tokens;
   int count;
 
-  __device__ BinRule first_bins(const FilterRow<T>& row, const SampleRules& rules,
-                                float floor) const {
-    return BinRule::over(ordered(floor), ordered(row.highest), kStep<T>);
+  __device__ BinRule<kFewBins> first_bins(const FilterRow<T>& row, const SampleRules& rules,
+                                          float floor) const {
+    return BinRule<kFewBins>::over(ordered(floor), ordered(row.bounds.highest), kStep<T>);
   }
 
   /// visit(logit, column) for what is not below `floor`.
   template <typename Visit>
   __device__ void each(float floor, Visit visit) const {
-    for (int i = ptx::thread(); i < count; i += kSampleThreads) {
+    for (int i = ptx::thread(); i < count; i += kRowThreads) {
       const Token token = tokens[i];
       const float logit = from_ordered(token.key);
       if (logit >= floor) visit(logit, token.column);
@@ -226,10 +159,10 @@ struct TokenStream {
   const GroupReader<T>& reader;
 
   /// Equal widths, so that few of the many atomics meet; as far as it seems worth it.
-  __device__ BinRule first_bins(const FilterRow<T>& row, const SampleRules& rules,
-                                float floor) const {
-    const float span = fmaxf(4.0f * (row.highest - row.lowest), 16.0f * rules.temperature);
-    return BinRule::logits(floor, row.highest, fmaxf(floor, row.highest - span));
+  __device__ BinRule<kManyBins> first_bins(const FilterRow<T>& row, const SampleRules& rules,
+                                           float floor) const {
+    const float span = fmaxf(4.0f * (row.bounds.highest - row.bounds.lowest), 16.0f * rules.temperature);
+    return BinRule<kManyBins>::logits(floor, row.bounds.highest, fmaxf(floor, row.bounds.highest - span));
   }
 
   template <typename Visit>
@@ -255,8 +188,8 @@ struct TokenStream {
 template <typename T, typename Tokens, typename Weight, typename Target>
 __device__ int locate_in_row(const FilterRow<T>& row, const Tokens& tokens, FilterShared& shared,
                              float floor, Weight weight, Target target) {
-  constexpr int kPerThread = kMaxSegments / kSampleThreads;
-  for (int i = ptx::thread(); i < kMaxSegments; i += kSampleThreads) shared.segments[i] = 0;
+  constexpr int kPerThread = kMaxSegments / kRowThreads;
+  for (int i = ptx::thread(); i < kMaxSegments; i += kRowThreads) shared.segments[i] = 0;
   ptx::sync_block();
   tokens.add_up(floor, weight, shared.segments);
   ptx::sync_block();
@@ -333,7 +266,6 @@ __device__ void draw_of_many(const SampleArgs<T>& args, int number, const Filter
           [&](std::uint64_t) { return ties - 1; });
     }
   }
-  const std::uint64_t noise = noise_of(args.parameters, number);
   const int token = locate_in_row(
       row, tokens, shared, floor,
       [&](float logit, int column) -> std::uint64_t {
@@ -341,14 +273,17 @@ __device__ void draw_of_many(const SampleArgs<T>& args, int number, const Filter
         const bool kept = weight >= rules.min_p && (ordered(logit) > last || column <= last_tie);
         return kept ? fixed_weight(weight) : 0;
       },
-      [&](std::uint64_t all) { return share_of(noise, all); });
+      [&](std::uint64_t all) { return share_of(shared.noise, all); });
   if (ptx::thread() == 0) write_token(args, number, token, 0);
 }
 
-/// Whole block.
+/// Whole block; overwrites the scan's groups.
 template <typename T>
-__device__ void draw_filtered(const SampleArgs<T>& args, int number, const FilterRow<T>& row,
-                              const SampleRules& rules, FilterShared& shared) {
+__device__ void draw_filtered(const SampleArgs<T>& args, int number, RowScan& scan,
+                              const FilterRow<T>& row, const SampleRules& rules,
+                              FilterShared& shared) {
+  // Asked for now, needed at the end.
+  if (ptx::thread() == kRowThreads - 1) shared.noise = noise_of(args.parameters, number);
   PrefixBound most{UINT32_MAX, UINT64_MAX};
   if (rules.top_k != 0) most.count = static_cast<std::uint32_t>(rules.top_k);
   if (rules.top_p < 1.0f) {
@@ -357,14 +292,21 @@ __device__ void draw_filtered(const SampleArgs<T>& args, int number, const Filte
   }
   float floor = lowest_by_weight(row, rules);
   if (rules.top_k != 0 || rules.top_p < 1.0f) {
-    floor = lowest_by_groups(row, rules, floor, most, shared);
+    bool bounded = false;
+    floor = lowest_by_groups<T>(
+        scan.groups, row.columns, row.bounds, floor, most,
+        [&](float logit) { return fixed_weight(rules.weight(logit, row.top)); }, shared.prefix,
+        shared.scratch, bounded);
   }
-  const GroupReader<T> reader = list_groups(row, floor, shared);
-  const int count = list_tokens(row, reader, rules, floor, shared);
+  const GroupReader<T> reader =
+      list_groups<T>(args, number, scan.groups, floor, shared.list, shared.listed);
+  const int count = list_tokens(
+      reader, floor, [&](float logit) { return rules.weight(logit, row.top) >= rules.min_p; },
+      row.tokens, shared.found);
   if (count <= kFewTokens) {
     draw_of_few(args, number, row, rules, count, most, shared);
   } else if (count <= kListedTokens) {
-    const TokenList<T> tokens{row.tokens(), count};
+    const TokenList<T> tokens{row.tokens, count};
     draw_of_many(args, number, row, tokens, rules, floor, most, shared);
   } else {
     const TokenStream<T> tokens{reader};

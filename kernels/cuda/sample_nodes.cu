@@ -6,34 +6,21 @@ namespace overstory {
 namespace {
 
 constexpr int kInvalid = 1;  // cudaErrorInvalidValue
-constexpr int kBlocksPerMultiprocessor = 3;
-constexpr BlockCost kCost{kSampleWarps, 1, 2};
+constexpr int kBlocksPerMultiprocessor = kRowBlocks<Bf16>;
+constexpr BlockCost kCost{kRowWarps, 1, 2};
 
-/// The parts of the workspace, one after the other; each a multiple of 4 bytes. A row of one block
-/// needs none.
-struct SampleSpace {
-  std::int64_t groups, sums, greedy;  // bytes
-  SampleSpace(int rows, int columns, int splits) : groups(0), sums(0), greedy(0) {
-    if (splits <= 1) return;
-    sums = rows * std::int64_t{sizeof(float)} * segments_of(columns);
-    groups = sums * kSegmentGroups;
-    greedy = rows * std::int64_t{sizeof(GreedyBest)} * splits;
-  }
-  std::int64_t bytes() const { return groups + sums + greedy; }
-};
+std::int64_t greedy_bytes(int rows, int splits) {
+  return splits <= 1 ? 0 : rows * std::int64_t{sizeof(GreedyBest)} * splits;
+}
 
 template <typename T>
 int launch_sample(SampleArgs<T> args, int rows, void* workspace, void* stream) {
-  const SampleSpace space(rows, args.columns, args.splits);
-  auto* at = static_cast<char*>(workspace);
-  args.groups = reinterpret_cast<float*>(at);
-  args.sums = reinterpret_cast<float*>(at + space.groups);
-  args.greedy = reinterpret_cast<GreedyBest*>(at + space.groups + space.sums);
-  args.aligned = reinterpret_cast<std::uintptr_t>(args.logits) % 16 == 0 &&
-                 args.row_stride * static_cast<std::int64_t>(sizeof(T)) % 16 == 0;
+  prepare_rows(args, rows, workspace);
+  args.greedy = reinterpret_cast<GreedyBest*>(static_cast<char*>(workspace) +
+                                              row_scan_bytes(rows, args.columns, args.splits));
   const auto blocks = static_cast<unsigned>(rows) * static_cast<unsigned>(args.splits);
   const std::size_t shared = args.filters ? sizeof(SampleShared) : offsetof(SampleShared, filter);
-  return launch_dependent(sample_nodes_kernel<T>, dim3(blocks), kSampleThreads, shared, stream,
+  return launch_dependent(sample_nodes_kernel<T>, dim3(blocks), kRowThreads, shared, stream,
                           args);
 }
 
@@ -44,7 +31,7 @@ int launch_sample(SampleArgs<T> args, int rows, void* workspace, void* stream) {
 extern "C" int overstory_sample_nodes_splits(int rows, int columns, int multiprocessors) {
   using namespace overstory;
   return choose_splits(rows, segments_of(columns), kBlocksPerMultiprocessor * multiprocessors,
-                       kCost, kSampleSplits);
+                       kCost, kRowSplits);
 }
 
 /// Most columns that a row may have.
@@ -54,7 +41,8 @@ extern "C" int overstory_sample_nodes_max_columns() {
 
 /// Bytes of `workspace`, which need no first value; 0 where splits is 1.
 extern "C" int overstory_sample_nodes_workspace(int rows, int columns, int splits) {
-  return static_cast<int>(overstory::SampleSpace(rows, columns, splits).bytes());
+  using namespace overstory;
+  return static_cast<int>(row_scan_bytes(rows, columns, splits) + greedy_bytes(rows, splits));
 }
 
 /// The token after each row: `sample_nodes` of the reference, in one kernel.
@@ -82,7 +70,7 @@ extern "C" int overstory_sample_nodes(const void* logits, int logit_type, int ro
                                       int* status, void* stream) {
   using namespace overstory;
   if (rows < 0 || columns < 1 || columns > kMaxSegments * kSegment || splits < 1 ||
-      splits > kSampleSplits || static_cast<int64_t>(rows) * splits > INT32_MAX ||
+      splits > kRowSplits || static_cast<int64_t>(rows) * splits > INT32_MAX ||
       (splits > 1 && (workspace == nullptr || arrived == nullptr)) ||
       (temperature != nullptr && (seeds == nullptr || positions == nullptr))) {
     return kInvalid;

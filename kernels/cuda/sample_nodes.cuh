@@ -12,20 +12,12 @@
 
 namespace overstory {
 
-constexpr int kSampleSplits = 32;  // at most
-
-/// What a scan leaves of a row with one block, and what the last of several blocks collects.
-struct RowScan {
-  float groups[kMaxGroups];
-  float sums[kMaxSegments];
-};
-
 struct SampleShared {
   RowScan scan;
-  double sums[kSampleWarps];
+  double sums[kRowWarps];
   double fraction;
-  GreedyBest greedy[kSampleWarps];
-  float highest[kSampleWarps], lowest[kSampleWarps];
+  GreedyBest greedy[kRowWarps];
+  RowBounds bounds[kRowWarps];
   int chosen;
   int last;
   int is_last;
@@ -82,27 +74,11 @@ __device__ void finish_greedy(const SampleArgs<T>& args, int row, GreedyBest bes
 template <typename T>
 __device__ void finish_sampled(const SampleArgs<T>& args, int row, const SampleRules& rules,
                                SampleShared& shared) {
-  constexpr int kPerThread = kMaxSegments / kSampleThreads;
+  constexpr int kPerThread = kMaxSegments / kRowThreads;
   const int segments = segments_of(args.columns);
-  float highest = -kInfinity, lowest = kInfinity;
-  for (int i = ptx::thread(); i < segments * kSegmentGroups; i += kSampleThreads) {
-    const float logit = shared.scan.groups[i];
-    highest = ptx::max_nan(highest, logit);
-    if (logit > -kInfinity) lowest = fminf(lowest, logit);
-  }
-  highest = warp_highest(highest);
-  lowest = -warp_highest(-lowest);
-  if (ptx::lane() == 0) {
-    shared.highest[ptx::warp()] = highest;
-    shared.lowest[ptx::warp()] = lowest;
-  }
   if (ptx::thread() == 0) shared.chosen = shared.last = INT32_MAX;
-  ptx::sync_block();
-#pragma unroll
-  for (int i = 0; i < kSampleWarps; ++i) {
-    highest = ptx::max_nan(highest, shared.highest[i]);
-    lowest = fminf(lowest, shared.lowest[i]);
-  }
+  const RowBounds bounds = bounds_of(shared.scan, args.columns, shared.bounds);
+  const float highest = bounds.highest;
   const float top = rules.scaled(highest);
   const bool good = highest > -kInfinity && highest < kInfinity;
   if (!good || !(fabsf(top) < kInfinity)) {
@@ -134,15 +110,15 @@ __device__ void finish_sampled(const SampleArgs<T>& args, int row, const SampleR
   ptx::sync_block();
   double total = 0.0;
 #pragma unroll
-  for (int i = 0; i < kSampleWarps; ++i) {
+  for (int i = 0; i < kRowWarps; ++i) {
     if (i < ptx::warp()) before += shared.sums[i];
     total += shared.sums[i];
   }
   const T* logits = args.logits + row * args.row_stride;
   if (rules.filtered()) {
-    const FilterRow<T> filtered{logits,  args.columns, args.aligned, shared.scan.groups,
-                                highest, lowest,       top,          total};
-    draw_filtered(args, row, filtered, rules, shared.filter);
+    const FilterRow<T> filtered{logits, args.columns, args.aligned,          bounds,
+                                top,    total,        tokens_in(shared.scan)};
+    draw_filtered(args, row, shared.scan, filtered, rules, shared.filter);
     return;
   }
 
@@ -183,72 +159,16 @@ __device__ void finish_sampled(const SampleArgs<T>& args, int row, const SampleR
   if (ptx::lane() == 0) write_token(args, row, token, 0);
 }
 
-/// A segment's result to where finish_sampled or `collect` finds it.
-template <typename T>
-__device__ void store_scan(const SampleArgs<T>& args, int row, int segment,
-                           const SegmentScan& scan, RowScan& alone) {
-  float* groups = alone.groups;
-  float* sums = alone.sums;
-  if (args.splits > 1) {
-    const std::int64_t before = static_cast<std::int64_t>(row) * segments_of(args.columns);
-    groups = args.groups + before * kSegmentGroups;
-    sums = args.sums + before;
-  }
-  float mine = scan.groups[0];
-#pragma unroll
-  for (int i = 1; i < kSegmentGroups; ++i) {
-    if (ptx::lane() == i) mine = scan.groups[i];
-  }
-  if (ptx::lane() < kSegmentGroups) groups[segment * kSegmentGroups + ptx::lane()] = mine;
-  if (ptx::lane() == 0) sums[segment] = scan.sum;
-}
-
-/// The last block of a row: what all its blocks left.
-template <typename T>
-__device__ void collect(const SampleArgs<T>& args, int row, RowScan& scan) {
-  const int segments = segments_of(args.columns);
-  const float* groups = args.groups + static_cast<std::int64_t>(row) * segments * kSegmentGroups;
-  const float* sums = args.sums + static_cast<std::int64_t>(row) * segments;
-  for (int i = ptx::thread(); i < segments * kSegmentGroups; i += kSampleThreads) {
-    scan.groups[i] = ptx::load_volatile(groups + i);
-  }
-  for (int i = ptx::thread(); i < segments; i += kSampleThreads) {
-    scan.sums[i] = ptx::load_volatile(sums + i);
-  }
-  ptx::sync_block();
-}
-
-/// Whether the block is the last one of the row; the others' results can be read then. Counts.
-template <typename T>
-__device__ bool is_last_of_row(const SampleArgs<T>& args, int row, SampleShared& shared) {
-  if (ptx::thread() == 0) {
-    // The barrier put the block's results before this fence; the fence puts them before the count.
-    ptx::fence_device();
-    shared.is_last = ptx::atomic_add(args.arrived + row, 1) == args.splits - 1;
-  }
-  ptx::sync_block();
-  if (shared.is_last == 0) return false;
-  ptx::fence_device();
-  if (ptx::thread() == 0) args.arrived[row] = 0;
-  return true;
-}
-
 /// Grid: rows * splits blocks, those of a row side by side.
 template <typename T>
-__global__ void __launch_bounds__(kSampleThreads, sizeof(T) == 4 ? 2 : 3)
+__global__ void __launch_bounds__(kRowThreads, kRowBlocks<T>)
     sample_nodes_kernel(SampleArgs<T> args) {
   auto& shared = *ptx::shared_memory<SampleShared>();
   const int row = ptx::block() / args.splits, split = ptx::block() % args.splits;
-  const T* logits = args.logits + row * args.row_stride;
-  const int segments = segments_of(args.columns);
-  const int end = split_begin(segments, split + 1, args.splits);
-  int segment = split_begin(segments, split, args.splits) + ptx::warp();
   ptx::pdl_wait();
   ptx::pdl_launch_dependents();
 
-  // Under way before the row's parameters are there.
-  Segment<T> next;
-  if (segment < end) next.load(logits, segment * kSegment, args.columns, args.aligned);
+  SplitReader<T> reader(args, row, split);  // on the way before the row's parameters are there
   const SampleRules rules(args.parameters, row, args.columns);
   const bool refused = !rules.greedy && rules.filtered() && !args.filters;
   if (rules.wrong || refused) {
@@ -259,31 +179,26 @@ __global__ void __launch_bounds__(kSampleThreads, sizeof(T) == 4 ? 2 : 3)
   }
 
   GreedyBest best{-kInfinity, INT32_MAX};
-  while (segment < end) {
-    const Segment<T> current = next;
-    const int here = segment;
-    segment += kSampleWarps;
-    if (segment < end) next.load(logits, segment * kSegment, args.columns, args.aligned);
-    if (rules.greedy) {
-      scan_greedy(current, here * kSegment, best);
-    } else {
-      const SegmentScan scan = scan_segment(current, rules);
-      store_scan(args, row, here, scan, shared.scan);
-    }
-  }
   if (rules.greedy) {
+    reader.each([&](const Segment<T>& segment, int number) {
+      scan_greedy(segment, number * kSegment, best);
+    });
     best = warp_best(best);
     if (ptx::lane() == 0) shared.greedy[ptx::warp()] = best;
+  } else {
+    reader.each([&](const Segment<T>& segment, int number) {
+      store_scan(args, row, number, scan_segment(segment, rules), shared.scan);
+    });
   }
   ptx::sync_block();
   GreedyBest* partials = args.greedy + static_cast<std::int64_t>(row) * args.splits;
   if (rules.greedy) {
     best = shared.greedy[0];
-    for (int i = 1; i < kSampleWarps; ++i) best = better(best, shared.greedy[i]);
+    for (int i = 1; i < kRowWarps; ++i) best = better(best, shared.greedy[i]);
     if (args.splits > 1 && ptx::thread() == 0) partials[split] = best;
   }
   if (args.splits > 1) {
-    if (!is_last_of_row(args, row, shared)) return;
+    if (!is_last_of_row(args, row, shared.is_last)) return;
     if (rules.greedy) {
       best = {-kInfinity, INT32_MAX};
       if (ptx::lane() < args.splits) {

@@ -39,7 +39,7 @@ def candidates_topk(
         logits, k, first_token_id, num_valid: as there.
         out: an earlier result of the same shape, whose tensors receive this one.
         status: [rows] int32, receives 1 for a row that holds NaN or +inf (its logsumexp is NaN
-            then) and 0 for others; the reference raises instead.
+            then, and it has no candidates) and 0 for others; the reference raises instead.
         workspace: from `candidates_workspace`; default taken from torch's allocator.
 
     Raises:
@@ -119,7 +119,7 @@ def merge_candidates(
 
 def _bytes(library: KernelLibrary, device: torch.device, rows: int, columns: int) -> int:
     splits = row_splits(library, "candidates_topk", device, rows, columns)
-    return library.query("candidates_topk_workspace", rows=rows, splits=splits)
+    return library.query("candidates_topk_workspace", rows=rows, columns=columns, splits=splits)
 
 
 def _check_topk(
@@ -169,6 +169,7 @@ def _topk(
         status.zero_()
         return
     check_range("k", k, 1, MAX_CANDIDATES)
+    check_range("num_valid", num_valid, 0, library.query("candidates_topk_max_columns"))
     rows = logits.shape[0]
     splits = row_splits(library, "candidates_topk", logits.device, rows, num_valid)
     needed = _bytes(library, logits.device, rows, num_valid)

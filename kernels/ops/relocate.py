@@ -54,18 +54,21 @@ def kv_relocate(
     dst_slots: torch.Tensor,
     *,
     status: torch.Tensor | None = None,
+    scratch: torch.Tensor | None = None,
 ) -> None:
     """`reference.kv_relocate`; a move with a slot of -1 is none, so that a captured launch of fixed
     size serves any number of moves.
 
     On CUDA nothing is read on the host: of the errors, slots outside of the buffers leave their
     moves undone and set `status`; a destination named twice is not seen. All moves go in one
-    launch, up to 8,192.
+    launch, up to 8,192 (many are looked over by a kernel before).
 
     Args:
         buffers: [slots, ...] each, or a `LayerTable` of them, which capture needs.
         src_slots, dst_slots: [moves] int32 or int64, both the same.
         status: [1] int32, set to 1 where a slot is outside; default `status_of` the device.
+        scratch: [1] int32, any value; default taken from torch's allocator. Calls that may run at
+            the same time need one each.
 
     Raises:
         ValueError: shapes or types do not fit, or too many moves.
@@ -73,12 +76,16 @@ def kv_relocate(
     """
     device = src_slots.device
     library = library_for("kv_relocate", device)
+    if scratch is None:
+        scratch = torch.empty(1, dtype=torch.int32, device=device)
     if library is None:
         listed = buffers.buffers if isinstance(buffers, LayerTable) else list(buffers)
-        _relocate(listed, None, src_slots, dst_slots, status_of(device, status))
+        _relocate(listed, None, src_slots, dst_slots, scratch, status_of(device, status))
         return
     table = buffers if isinstance(buffers, LayerTable) else LayerTable(buffers)
-    _relocate(table.buffers, table.addresses, src_slots, dst_slots, status_of(device, status))
+    _relocate(
+        table.buffers, table.addresses, src_slots, dst_slots, scratch, status_of(device, status)
+    )
 
 
 def _check(
@@ -86,12 +93,14 @@ def _check(
     addresses: torch.Tensor | None,
     src_slots: torch.Tensor,
     dst_slots: torch.Tensor,
+    scratch: torch.Tensor,
     status: torch.Tensor,
 ) -> None:
     device = src_slots.device
     check_tensor("src_slots", src_slots, [None], INTS, device)
     check_tensor("dst_slots", dst_slots, [src_slots.shape[0]], (src_slots.dtype,), device)
-    check_tensor("status", status, [1], (torch.int32,), device)
+    for name, tensor in {"scratch": scratch, "status": status}.items():
+        check_tensor(name, tensor, [1], (torch.int32,), device)
     if addresses is not None:
         check_tensor("addresses", addresses, [len(buffers)], (torch.int64,), device)
     for buffer in buffers:
@@ -101,7 +110,7 @@ def _check(
 
 @register(
     "kv_relocate(Tensor(a!)[] buffers, Tensor? addresses, Tensor src_slots, Tensor dst_slots, "
-    "Tensor(b!) status) -> ()",
+    "Tensor(b!) scratch, Tensor(c!) status) -> ()",
     _check,
 )
 def _relocate(
@@ -109,6 +118,7 @@ def _relocate(
     addresses: torch.Tensor | None,
     src_slots: torch.Tensor,
     dst_slots: torch.Tensor,
+    scratch: torch.Tensor,
     status: torch.Tensor,
 ) -> None:
     library = library_for("kv_relocate", src_slots.device)
@@ -132,5 +142,6 @@ def _relocate(
         target_slots=dst_slots,
         wide_slots=src_slots.dtype == torch.int64,
         moves=moves,
+        scratch=scratch,
         status=status,
     )

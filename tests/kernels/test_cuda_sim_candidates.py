@@ -41,7 +41,10 @@ class Simulated:
     ) -> tuple[Shard, torch.Tensor]:
         """The shard and the rows' status."""
         rows = logits.shape[0]
-        space = self.library.query("candidates_topk_workspace", rows=rows, splits=splits)
+        columns = logits.shape[1] if num_valid is None else num_valid
+        space = self.library.query(
+            "candidates_topk_workspace", rows=rows, columns=columns, splits=splits
+        )
         shard = Shard(
             torch.full((rows, k), float(POISON)),
             torch.full((rows, k), POISON),
@@ -53,7 +56,7 @@ class Simulated:
             logits=logits,
             logit_type=LOGIT_TYPES[logits.dtype],
             rows=rows,
-            columns=logits.shape[1] if num_valid is None else num_valid,
+            columns=columns,
             row_stride=logits.stride(0),
             k=k,
             first_token_id=first_token_id,

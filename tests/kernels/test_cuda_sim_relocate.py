@@ -49,6 +49,7 @@ def relocate(
         target_slots=dst,
         wide_slots=src.dtype == torch.int64,
         moves=src.numel(),
+        scratch=torch.full((1,), 7, dtype=torch.int32),
         status=status,
     )
     return int(status)
@@ -118,6 +119,21 @@ def test_as_many_moves_as_a_launch_takes(
     """Narrower slices, eight units per thread."""
     order = torch.randperm(moves, generator=torch.Generator().manual_seed(moves))
     check(library, order.tolist(), list(range(moves)), pools(1, moves, row_bytes))
+
+
+@pytest.mark.parametrize("overlap", ["none", "one row", "its own only"])
+def test_many_moves_with_and_without_overlap(library: KernelLibrary, overlap: str) -> None:
+    """Enough that a kernel looks for overlaps first; whole rows are moved where there is none."""
+    moves = 2100
+    order = torch.randperm(2 * moves + 5, generator=torch.Generator().manual_seed(9))
+    src, dst = order[:moves].tolist(), order[moves : 2 * moves].tolist()
+    src[3] = src[4] = src[5]  # a source of several
+    src[7], dst[8] = -1, -1
+    if overlap == "one row":
+        dst[moves - 1] = src[0]
+    if overlap == "its own only":
+        dst[9] = src[9]
+    check(library, src, dst, pools(2, 2 * moves + 5, 48))
 
 
 def test_more_moves_are_refused(library: KernelLibrary) -> None:

@@ -223,6 +223,11 @@ inline int atomic_add(int* at, int value) {
   *at = before + value;
   return before;
 }
+inline int atomic_cas(int* at, int expected, int value) {
+  const int before = *at;
+  if (before == expected) *at = value;
+  return before;
+}
 inline int atomic_min(int* at, int value) {
   const int before = *at;
   *at = std::min(before, value);

@@ -4,27 +4,29 @@
 // repeatable.
 #pragma once
 
-#include "sample_args.cuh"
+#include "row_scan.cuh"
 
 namespace overstory {
 
-constexpr int kBinsLog2 = 10;
-constexpr int kBins = 1 << kBinsLog2;
-constexpr int kBinsPerThread = kBins / kSampleThreads;
+constexpr int kFewBins = 8, kManyBins = 9;  // their logarithms: for up to thousands of values
+constexpr int kWordBits = 11;               // of a mass, of which a bin has kWords sums
+constexpr int kWords = 4;
 
 struct Tally {
   std::uint64_t mass;
   std::uint32_t count;
 };
 
+/// A mass of at most 2^44 in four words, each of which can be added up 2^20 times: shared memory
+/// has atomic additions of 32 bits only.
 struct PrefixShared {
-  std::uint64_t mass[kBins];
-  std::uint32_t count[kBins];
+  std::uint32_t count[1 << kManyBins];
+  std::uint32_t words[kWords][1 << kManyBins];
 };
 
 /// What a scan over the threads of the block needs, and its results.
 struct BlockScratch {
-  Tally warps[kSampleWarps];
+  Tally warps[kRowWarps];
   Tally above, inside;  // before the bin where the prefix ends; in it
   int found;
 };
@@ -70,7 +72,7 @@ __device__ inline Tally scan_block(Tally mine, Tally* warps, Tally& total) {
   Tally before{through.mass - mine.mass, through.count - mine.count};
   total = {0, 0};
 #pragma unroll
-  for (int i = 0; i < kSampleWarps; ++i) {
+  for (int i = 0; i < kRowWarps; ++i) {
     if (i < ptx::warp()) {
       before.mass += warps[i].mass;
       before.count += warps[i].count;
@@ -81,8 +83,10 @@ __device__ inline Tally scan_block(Tally mine, Tally* warps, Tally& total) {
   return before;
 }
 
-/// Ordered integers high - range .. high, cut into bins from the highest logit down.
+/// Ordered integers high - range .. high, cut into 2^BinsLog2 bins from the highest logit down.
+template <int BinsLog2>
 struct BinRule {
+  static constexpr int kBins = 1 << BinsLog2;
   std::uint32_t high;
   std::uint32_t range;
   bool linear;
@@ -105,7 +109,7 @@ struct BinRule {
   }
 
   __device__ void cut(int step) {
-    shift = 32 - kBinsLog2 - ptx::leading_zeros(range);
+    shift = 32 - BinsLog2 - ptx::leading_zeros(range);
     shift = shift > step ? shift : step;
   }
 
@@ -152,34 +156,55 @@ struct BinRule {
   }
 };
 
-/// Whole block. each(add): add(logit, mass()) for every value.
-template <typename Each>
-__device__ void fill_bins(const BinRule& bins, bool weighs, Each each, PrefixShared& shared) {
-  for (int i = ptx::thread(); i < kBins; i += kSampleThreads) {
-    shared.mass[i] = 0;
+/// Whole block. each(add): add(logit, mass()) for every value, of which there are up to 2^20.
+template <int BinsLog2, typename Each>
+__device__ void fill_bins(const BinRule<BinsLog2>& bins, bool weighs, Each each,
+                          PrefixShared& shared) {
+  constexpr int kBins = 1 << BinsLog2;
+  for (int i = ptx::thread(); i < kBins; i += kRowThreads) {
     shared.count[i] = 0;
+#pragma unroll
+    for (int word = 0; word < kWords; ++word) shared.words[word][i] = 0;
   }
   ptx::sync_block();
   each([&](float logit, auto mass) {
     const std::uint32_t bin = bins.bin_of(logit);
     if (bin >= kBins) return;
     ptx::atomic_add(&shared.count[bin], 1u);
-    if (weighs) ptx::atomic_add(&shared.mass[bin], mass());
+    if (!weighs) return;
+    const std::uint64_t parts = mass();
+#pragma unroll
+    for (int word = 0; word < kWords; ++word) {
+      auto part = static_cast<std::uint32_t>(parts >> (word * kWordBits));
+      if (word < kWords - 1) part &= (1u << kWordBits) - 1;
+      if (part != 0) ptx::atomic_add(&shared.words[word][bin], part);
+    }
   });
   ptx::sync_block();
+}
+
+__device__ inline std::uint64_t mass_of(const PrefixShared& shared, int bin) {
+  std::uint64_t mass = 0;
+#pragma unroll
+  for (int word = 0; word < kWords; ++word) {
+    mass += static_cast<std::uint64_t>(shared.words[word][bin]) << (word * kWordBits);
+  }
+  return mass;
 }
 
 /// The last bin that is not empty and whose first value is kept, with `above` before the first bin.
 /// Moves scratch.above to before that bin and puts what it holds in scratch.inside; `all` is what
 /// comes before the end of the last bin.
-__device__ inline std::uint32_t choose_bin(const PrefixBound& most, Tally above,
-                                           const PrefixShared& shared, BlockScratch& scratch,
-                                           Tally& all) {
+template <int BinsLog2>
+__device__ std::uint32_t choose_bin(const PrefixBound& most, Tally above,
+                                    const PrefixShared& shared, BlockScratch& scratch,
+                                    Tally& all) {
+  constexpr int kBinsPerThread = (1 << BinsLog2) / kRowThreads;
   Tally bins[kBinsPerThread], mine{0, 0};
 #pragma unroll
   for (int i = 0; i < kBinsPerThread; ++i) {
     const int bin = ptx::thread() * kBinsPerThread + i;
-    bins[i] = {shared.mass[bin], shared.count[bin]};
+    bins[i] = {mass_of(shared, bin), shared.count[bin]};
     mine.mass += bins[i].mass;
     mine.count += bins[i].count;
   }
@@ -221,8 +246,8 @@ struct PrefixEnd {
 
 /// Cuts until the last bin holds at most `enough` values or one logit (steps of 2^step). Values
 /// beyond the end are in scratch.inside, those before the bin in scratch.above.
-template <typename Each>
-__device__ PrefixEnd find_prefix(BinRule bins, const PrefixBound& most, std::uint32_t enough,
+template <int BinsLog2, typename Each>
+__device__ PrefixEnd find_prefix(BinRule<BinsLog2> bins, const PrefixBound& most, std::uint32_t enough,
                                  int step, Each each, PrefixShared& shared,
                                  BlockScratch& scratch) {
   Tally above{0, 0};
@@ -230,13 +255,36 @@ __device__ PrefixEnd find_prefix(BinRule bins, const PrefixBound& most, std::uin
   for (bool first = true;; first = false) {
     Tally all;
     fill_bins(bins, most.mass != UINT64_MAX, each, shared);
-    bins.narrow(choose_bin(most, above, shared, scratch, all));
+    bins.narrow(choose_bin<BinsLog2>(most, above, shared, scratch, all));
     if (first) bounded = all.count >= most.count || all.mass > most.mass;
     above = scratch.above;
     if (scratch.inside.count <= enough || (bins.range >> step) == 0) break;
     bins.cut(step);
   }
   return {bins.high, bins.range, bounded};
+}
+
+/// A logit below which nothing is in the prefix, and not below `floor`; `bounded` says whether the
+/// groups have bounded it. The highest logits of groups are values too: where the prefix of those
+/// alone ends, nothing below is in.
+///   mass   (logit) -> uint64
+template <typename T, typename Mass>
+__device__ float lowest_by_groups(const float* groups, int columns, RowBounds bounds, float floor,
+                                  const PrefixBound& most, Mass mass, PrefixShared& shared,
+                                  BlockScratch& scratch, bool& bounded) {
+  constexpr std::uint32_t kEnough = 16;
+  const float low = fmaxf(floor, bounds.lowest);
+  const auto each = [&](auto add) {
+    for (int i = ptx::thread(); i < groups_of(columns); i += kRowThreads) {
+      const float logit = groups[i];
+      if (logit >= low) add(logit, [&] { return mass(logit); });
+    }
+  };
+  const auto bins =
+      BinRule<kFewBins>::over(ordered(low), ordered(bounds.highest), kStep<T>);
+  const PrefixEnd end = find_prefix(bins, most, kEnough, kStep<T>, each, shared, scratch);
+  bounded = end.bounded;
+  return bounded ? fmaxf(floor, from_ordered(end.high - end.range)) : floor;
 }
 
 }  // namespace overstory
