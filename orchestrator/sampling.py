@@ -26,7 +26,8 @@ class Sampling:
         tokens. ignore_eos: go on past the model's end tokens (for load tests). logit_bias: (token
         id, bias) to add to the logits. frequency_penalty, presence_penalty, repetition_penalty:
         against tokens of the output, 0, 0 and 1 for none. min_new_tokens: no end token before that
-        many. constraint: ("json_schema", "regex", "ebnf" or "structural_tag", its text), which the output must fit.
+        many. constraint: ("json_schema", "regex", "ebnf" or "structural_tag", its text), which the
+        output must fit.
         earlier_output: how many of the prompt's last tokens are output of this sequence.
         speculate: false has nothing drafted for it; the text is the same.
     """

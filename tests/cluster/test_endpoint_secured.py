@@ -87,7 +87,7 @@ def secured(
     app = with_gateway(spec, replicas.bind(spec))
     serve.run_many([serve.RunTarget(app, name=spec.name, route_prefix="/")])
     with _client(spec) as client:
-        wait_until(lambda: client.get("/ready").is_success, 60, "the endpoint is ready")
+        wait_until(lambda: client.get("/ready").is_success, 180, "the endpoint is ready")
     yield spec
     serve.shutdown()
 

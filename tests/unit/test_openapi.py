@@ -100,7 +100,7 @@ SETTINGS = {
 }
 
 
-@settings(max_examples=150, **SETTINGS)  # type: ignore[arg-type]
+@settings(max_examples=80, **SETTINGS)  # type: ignore[arg-type]
 @given(calls())
 def test_answers_are_as_the_document_says(call: Any) -> None:
     asyncio.run(_answers(call))
@@ -113,7 +113,7 @@ def test_answers_are_as_the_document_says_thousands_of_times(call: Any) -> None:
     asyncio.run(_answers(call))
 
 
-@settings(max_examples=100, **SETTINGS)  # type: ignore[arg-type]
+@settings(max_examples=40, **SETTINGS)  # type: ignore[arg-type]
 @given(st.sampled_from([path for _, path, _ in OPERATIONS]), JUNK)
 def test_other_methods_are_refused(path: str, body: Any) -> None:
     async def go() -> None:
@@ -150,7 +150,7 @@ def test_what_the_document_calls_fitting_is_mostly_served() -> None:
     """Else the fuzz above would only see refusals."""
     served: list[int] = []
 
-    @settings(max_examples=60, database=None, **SETTINGS)  # type: ignore[arg-type]
+    @settings(max_examples=40, database=None, **SETTINGS)  # type: ignore[arg-type]
     @given(calls())
     def sample(call: Any) -> None:
         async def go() -> int:
