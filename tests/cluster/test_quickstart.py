@@ -13,7 +13,7 @@ PAGE = ROOT / "docs" / "quickstart.md"
 BLOCK = re.compile(r"```console\n(.*?)```", re.DOTALL)
 STEP_S = 500.0
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
 
 def steps(text: str) -> Iterator[tuple[str, str]]:
@@ -42,6 +42,7 @@ def test_the_page(lab: Lab) -> None:
     done = list(steps(text))
     assert len(done) >= 15
     for command, expected in done:
+        print(f"$ {command}")  # Shown with a failure: how far it came.
         said = run(head, command)
         assert pattern(expected).search(said), f"$ {command}\n{said}"
     for host in (head, worker):
