@@ -21,7 +21,8 @@ from overstory.orchestrator.spec import DeploymentSpec
 from overstory.workers.tiny.paths import resolve_model
 
 CALL_TIMEOUT_S = 120.0
-CONNECT_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 10.0
+STREAM_TIMEOUT_S = 60.0
 _ROUNDS = 5
 _LOOKS_AT_CLOCK = 3
 _STREAM_BYTES = 32 << 20
@@ -113,6 +114,7 @@ def reach(source: str, target: str, address: str, port: int) -> LinkFacts:
                 link.recv(1)
                 trips.append(time.perf_counter() - begun)
             seen = link.recv(64, socket.MSG_WAITALL).decode().strip()
+            link.settimeout(STREAM_TIMEOUT_S)  # Python's covers all of `sendall`: slow is not cut
             begun = time.perf_counter()
             link.sendall(bytes(_STREAM_BYTES))
             link.recv(1)
