@@ -56,11 +56,12 @@ def small_cases() -> list[SmallCase]:
         *(_accept(bs, 32, goal) for bs, goal in ((1, 8.0), (64, 15.0))),
         *(_topk(rows, 8, columns) for rows in (16, 256) for columns in (4096, 163_840)),
         *(
-            _sample(rows, columns, greedy)
-            for greedy in (True, False)
+            _sample(rows, columns, kind)
+            for kind in ("greedy", "sampled")
             for rows in (32, 256)
             for columns in (4096, 163_840)
         ),
+        *(_sample(rows, 163_840, "top-p") for rows in (32, 256)),
         _relocate(61, 4096),
         _copy_as_relocate(61, 4096),
         *(_empty(blocks, dependent) for blocks in (1, 256) for dependent in (False, True)),
@@ -147,27 +148,37 @@ def _topk(rows: int, k: int, columns: int) -> SmallCase:
     )
 
 
-def _sample(rows: int, columns: int, greedy: bool) -> SmallCase:
+_SAMPLING = {
+    "greedy": (0.0, -1, 1.0, 0.0),
+    "sampled": (0.8, 50, 0.95, 0.02),
+    "top-p": (0.8, -1, 0.95, 0.0),  # of flat logits: hundreds of tokens are kept
+}
+"""Temperature, top_k, top_p, min_p."""
+
+
+def _sample(rows: int, columns: int, kind: str) -> SmallCase:
     def launches() -> list[Launch]:
-        floats = {"dtype": torch.float32, "device": "cuda"}
-        temperature = torch.full((rows,), 0.0 if greedy else 0.8, **floats)
-        top_k = torch.full((rows,), 50, dtype=torch.int32, device="cuda")
-        top_p, min_p = torch.full((rows,), 0.95, **floats), torch.full((rows,), 0.02, **floats)
+        def column(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.full((rows,), value, dtype=dtype, device="cuda")
+
+        temperature, top_k, top_p, min_p = _SAMPLING[kind]
         seeds, positions = (torch.arange(rows, device="cuda") for _ in range(2))
-        arguments = (temperature, top_k, top_p, min_p, seeds, positions)
+        arguments = (column(temperature), column(top_k, torch.int32), column(top_p), column(min_p))
         into = {
             "status": torch.empty(rows, dtype=torch.int32, device="cuda"),
             "workspace": ops.sample_workspace("cuda", rows, columns),
             "out": torch.empty(rows, dtype=torch.int64, device="cuda"),
         }
         return [
-            partial(ops.sample_nodes, logits, *arguments, **into)
+            partial(ops.sample_nodes, logits, *arguments, seeds, positions, **into)
             for logits in draw_logits(rows, columns)
         ]
 
     moved = rows * columns * 2
-    kind = "bf16 greedy" if greedy else "bf16 sampled"
-    return SmallCase("sample_nodes", rows, 1, columns, launches, 1, kind, moved, goal_of_copy=0.6)
+    goal = None if kind == "top-p" else 0.6
+    return SmallCase(
+        "sample_nodes", rows, 1, columns, launches, 1, f"bf16 {kind}", moved, goal_of_copy=goal
+    )
 
 
 _ROW_BYTES = 1152

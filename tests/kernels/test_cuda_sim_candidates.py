@@ -117,6 +117,7 @@ def test_types_and_splits(simulated: Simulated, dtype: torch.dtype, splits: int)
     got, status = simulated.topk(logits, 16, first_token_id=7000, splits=splits)
     same(got, candidates_topk(logits, 16, first_token_id=7000))
     assert status.tolist() == [0] * 3
+    assert torch.equal(got.logsumexp, simulated.topk(logits, 16)[0].logsumexp)
 
 
 @settings(max_examples=60, deadline=None)

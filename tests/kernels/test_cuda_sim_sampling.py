@@ -161,6 +161,9 @@ FILTERS: dict[str, dict[str, Any]] = {
     "top-p of one": {"top_p": 0.0},
     "min-p": {"min_p": 0.1},
     "all": {"temperature": 0.8, "top_k": 60, "top_p": 0.93, "min_p": 0.02},
+    # min-p leaves about 600 tokens: more than are compared one by one, few enough to be listed.
+    "top-k of a list": {"top_k": 400, "min_p": 0.0017},
+    "top-p of a list": {"top_p": 0.97, "min_p": 0.0017},
 }
 
 
@@ -268,6 +271,7 @@ def test_a_low_temperature_divides_as_the_reference_does(simulated: Simulated) -
 EQUALS = {
     "top-k through ties": {"top_k": 700},
     "top-p through ties": {"top_p": 0.3},
+    "top-k through ties of a list": {"top_k": 700, "min_p": 0.5},
     "top-k of the first tie": {"top_k": 2},
     "all": {"top_k": 900, "top_p": 0.9},
 }
