@@ -68,6 +68,21 @@ def compare_roles(every: dict[str, dict[str, Any]], kind: str, a: str, b: str) -
             print(f"  {policy}: {parted(one[policy], other[policy], every[b].get('gaps'))}")
 
 
+def partings(every: dict[str, dict[str, Any]]) -> None:
+    """How close the draws were at which sampled texts part."""
+    for role, report in every.items():
+        rows = report.get("partings")
+        if not rows:
+            continue
+        print(f"\n== {role}: where sampled texts part from plain's (probability)")
+        for row in rows:
+            spread = "unknown" if row["spread"] is None else f"{row['spread']:.4f}"
+            print(
+                f"  {row['policy']:8} text {row['text']} token {row['token']}: bound off u by "
+                f"{row['shift']:.5f}, distributions of other forwards apart by {spread}"
+            )
+
+
 def times(every: dict[str, dict[str, Any]]) -> None:
     """Tokens per second of every role and policy."""
     print("\n== tokens/s (median; runs), ms per forward, tokens per forward")
@@ -97,9 +112,11 @@ def main() -> None:
     compare_texts(every, "greedy", "fp32_stock")
     for kind in ("greedy", "sampled", "ruled"):
         compare_roles(every, kind, "ours", "eager")
+        compare_roles(every, kind, "ours", "parts")
         compare_roles(every, kind, "ours", "triton")
     compare_texts(every, "sampled", "none")
     compare_texts(every, "ruled", "none")
+    partings(every)
     times(every)
     for role, report in every.items():
         for step in ("steps", "steps_after"):

@@ -78,7 +78,7 @@ def common(port: int) -> dict[str, Any]:
     return {
         "sampling_backend": "pytorch",
         "disable_prefill_cuda_graph": True,
-        "cuda_graph_bs_decode": [1, 2, 4, 8],
+        "cuda_graph_bs_decode": [1, 8],
         "max_running_requests": 8,
         "max_total_tokens": 65536,
         "mem_fraction_static": 0.25,
@@ -113,8 +113,32 @@ def long_pair(out: Path, pair: tuple[str, str]) -> tuple[str, str]:
     return folders[0], folders[1]
 
 
+def native_layers() -> None:
+    """SGLang's norms, activations, rotary embeddings and experts in torch: its kernels of them
+    take no float32."""
+    from sglang.srt.layers.utils.multi_platform import MultiPlatformOp
+
+    given = MultiPlatformOp.dispatch_forward
+
+    def dispatch(layer: Any) -> Any:
+        name = type(layer).__name__
+        native = name in ("RMSNorm", "SiluAndMul", "UnquantizedFusedMoEMethod")
+        return layer.forward_native if native or "Rotary" in name else given(layer)
+
+    MultiPlatformOp.dispatch_forward = dispatch
+
+
+def name_of(role: str) -> str:
+    """The kind of engine: a role less what it is run with."""
+    return role.partition("_")[2] if role.startswith(("long", "fp32")) else role
+
+
 def build(role: str, out: Path) -> Any:
     """The engine of a role."""
+    if name_of(role) == "parts":
+        os.environ["OVERSTORY_WHOLE_STEP_GRAPHS"] = "0"
+    if role.startswith("fp32"):
+        native_layers()
     from engine_cuda import CudaEngine, StockEngine
 
     from overstory.workers.tiny.paths import resolve_model
@@ -135,8 +159,8 @@ def build(role: str, out: Path) -> Any:
         }
     if role.startswith("fp32"):
         fields |= {"dtype": "float32"}
-    name = role.partition("_")[2] if role.startswith(("long", "fp32")) else role
-    if name == "ours":
+    name = name_of(role)
+    if name in ("ours", "parts"):
         return CudaEngine(pair[0], **fields, **ddtree(pair[1], attention_backend="overstory"))
     if name == "eager":
         own = ddtree(pair[1], attention_backend="overstory", **graphs_off)
@@ -145,7 +169,8 @@ def build(role: str, out: Path) -> Any:
         own = ddtree(pair[1], attention_backend="triton", **graphs_off)
         return CudaEngine(pair[0], **fields, **own)
     if name == "stock":
-        return StockEngine(pair[0], **fields, attention_backend="triton")
+        own = graphs_off if role.startswith("fp32") else {}  # experts in torch read on the host
+        return StockEngine(pair[0], **fields, **own, attention_backend="triton")
     if name == "dflash":
         return StockEngine(
             pair[0],
@@ -194,23 +219,107 @@ def say_gaps(engine: Any) -> list[list[float]]:
     ]
 
 
-def say_sampled(engine: Any) -> dict[str, Any]:
+def sampled_params() -> list[dict[str, Any]]:
+    """Of the 8 requests of `say_sampled`: one in four is greedy."""
     kinds = [
         {"temperature": 1.0},
         {"temperature": 0.7, "top_p": 0.9},
         {"temperature": 1.3, "top_k": 40},
         {"temperature": 0.0},
     ]
-    params = [
+    return [
         kinds[i % 4] | {"max_new_tokens": NEW, "ignore_eos": True, "sampling_seed": 7 + i}
         for i in range(8)
     ]
+
+
+def say_sampled(engine: Any) -> dict[str, list[list[int]]]:
+    params = sampled_params()
     said = {}
     for policy in policies_of(engine):
         with under(policy):
             rids = engine.texts(prompts(8), params)
         said[str(policy)] = [engine.outputs[rid].ids for rid in rids]
     return said
+
+
+def say_partings(engine: Any, said: dict[str, list[list[int]]]) -> list[dict[str, Any]]:
+    """Where sampled texts part from plain's: how close the draw was.
+
+    A draw inverts the cumulative distribution, in token-id order, at one number u that depends on
+    seed and position alone. Two distributions give different tokens there if a bound between them
+    has moved across u. For each parting: u, how far the bound is from u in the distribution of the
+    prompt's forward (`shift`: 0 would be on it), and how far apart the cumulative distributions of
+    several forwards of the same context are at most (`spread`: prompt, plain, policy).
+    """
+    found = []
+    for policy in POLICIES[1:]:
+        for i, (text, plain) in enumerate(zip(said[policy], said["plain"], strict=True)):
+            at = next((k for k, (a, b) in enumerate(zip(text, plain, strict=True)) if a != b), None)
+            if at is not None and at > 0:
+                found.append(_parting(engine, policy, i, at, text, plain))
+    return found
+
+
+def _parting(
+    engine: Any, policy: str, i: int, at: int, text: list[int], plain: list[int]
+) -> dict[str, Any]:
+    import torch
+
+    from overstory.kernels.reference.sample import uniforms
+
+    params, context = sampled_params()[i], prompts(8)[i] + text[:at]
+    u = float(uniforms(torch.tensor([params["sampling_seed"]]), torch.tensor([len(context) - 1])))
+    bounds = [_cumulative(engine, "plain", context, 0, params)]
+    for name in ("plain", policy):
+        seen = _cumulative(engine, name, context[:-1], 1, params, context[-1])
+        bounds += [seen] if seen is not None else []
+    first = bounds[0]
+    assert first is not None
+    spread = max((float((first - other).abs().max()) for other in bounds[1:]), default=None)
+    shifts = []
+    for token in (text[at], plain[at]):
+        low, high = (float(first[token - 1]) if token else 0.0), float(first[token])
+        shifts.append(max(low - u, u - high, 0.0))
+    return {
+        "policy": policy,
+        "text": i,
+        "token": at,
+        "u": u,
+        "shift": max(shifts),
+        "spread": spread,
+        "greedy": params["temperature"] == 0.0,
+    }
+
+
+def _cumulative(
+    engine: Any,
+    policy: str,
+    context: list[int],
+    after: int,
+    params: dict[str, Any],
+    expected: int | None = None,
+) -> Any:
+    """[V] float64 cumulative distribution that token number ``after`` is drawn from; None if the
+    token before it was not ``expected``."""
+    import torch
+
+    from overstory.kernels.reference.sample import filtered_probs
+
+    asked = params | {"max_new_tokens": after + 1}
+    with under(policy):
+        engine.flush_cache()
+        rids = engine.texts([context], asked, return_logprob=True, top_logprobs_num=4096)
+    output = engine.outputs[rids[0]]
+    if expected is not None and output.ids[0] != expected:
+        return None
+    logits = torch.full((1, 4096), float("-inf"))
+    for token, value in output.top_logprobs[after].items():
+        logits[0, int(token)] = value
+    one = torch.ones(1)
+    top_k, top_p = params.get("top_k", -1), params.get("top_p", 1.0)
+    probs = filtered_probs(logits, one, one.to(torch.int32) * top_k, one * top_p, torch.zeros(1))
+    return probs[0].cumsum(0)
 
 
 def say_ruled(engine: Any) -> dict[str, Any]:
@@ -334,8 +443,11 @@ def main() -> None:
         ours = policies_of(engine) == POLICIES
         if not role.startswith("long"):
             report.attempt("greedy", lambda: say_greedy(engine))
+        if not role.startswith("long") and role != "dflash":  # it returns no log-probabilities
             report.attempt("gaps", lambda: say_gaps(engine))
             report.attempt("sampled", lambda: say_sampled(engine))
+        if name_of(role) == "ours" and "sampled" in report.content:
+            report.attempt("partings", lambda: say_partings(engine, report.content["sampled"]))
         if ours and not role.startswith("long"):
             report.attempt("ruled", lambda: say_ruled(engine))
             report.attempt("steps", lambda: say_steps(engine))
@@ -345,9 +457,9 @@ def main() -> None:
             if role.startswith("long"):
                 report.attempt("long_times", lambda: time_long(engine))
             else:
-                repeats = 1 if role in ("eager", "triton") else REPEATS
+                repeats = 1 if role in ("eager", "triton", "parts") else REPEATS
                 report.attempt("times", lambda: time_short(engine, repeats))
-            if role in ("ours", "dflash"):
+            if role in ("ours", "parts", "dflash", "long_ours"):
                 report.attempt("profile", lambda: profile(engine))
     (out / f"{role}.done").touch()
     if ours:

@@ -15,7 +15,7 @@ out=${1:?folder for the results} seconds=${2:?seconds in all}
 shift 2
 roles=("$@")
 [ ${#roles[@]} -gt 0 ] ||
-  roles=(ours stock dflash long_ours long_triton eager triton fp32_triton fp32_stock)
+  roles=(ours stock dflash long_ours parts long_triton eager triton fp32_triton fp32_stock)
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 python=${PYTHON:-python3}
