@@ -189,6 +189,7 @@ class StepGraphs:
         self._inputs = StepInputs(self._sizes[-1], worker.device)
         self._target_kv = TargetKv(worker.model_runner.token_to_kv_pool)
         self._steps: dict[StepShape, Callable[[], _Raw]] = {}
+        self._held: list[tuple[torch.Tensor, ...]] = []
         assert worker._tiers is not None
         shapes = [
             StepShape(bs, mode, rows, draw)
@@ -199,6 +200,9 @@ class StepGraphs:
         with torch.inference_mode(), recorder.session():
             for shape in shapes:
                 self._steps[shape] = recorder.record(self._captured_step(shape))
+                # SGLang replaces these when a prefill needs larger ones; the graphs go on writing
+                # to those of their capture.
+                self._held.append(_drafter_workspaces(worker))
         logger.info("captured %d whole steps", len(shapes))
 
     def shape_of(self, batch: ScheduleBatch, policy: TreePolicy, rows: int) -> StepShape | None:
@@ -347,6 +351,19 @@ def _modes(tiers: Sequence[int], block_size: int) -> list[tuple[str, int]]:
     """(mode, rows) of the steps to capture."""
     modes = [("plain", 1), ("chain", block_size)]
     return modes + [("tree", rows) for rows in tiers if rows > 1]
+
+
+def _drafter_workspaces(worker: DDTreeWorker) -> tuple[torch.Tensor, ...]:
+    """What SGLang's fused projection into the drafter's KV writes to and reads, made on demand."""
+    helper = getattr(worker, "_fused_kv_helper", None)
+    if helper is None:
+        return ()
+    return (
+        helper._proj_workspace,
+        helper._k_workspace,
+        helper._v_workspace,
+        helper.rotary_emb.cos_sin_cache,
+    )
 
 
 def _draw_of(info: Any) -> str:

@@ -111,7 +111,32 @@ GRAPHS: tuple[Entry, ...] = (
     ),
 )
 
+#: Whole steps in one graph: the forwards as SGLang captures them, on tensors of ours.
+STEPS: tuple[Entry, ...] = (
+    Internal(
+        f"{_RUNNER}.capture_prepare",
+        "made-up batches to capture with",
+        "size stream_idx num_tokens",
+    ),
+    Inline(
+        f"{_RUNNER}.capture_one_shape",
+        "what a captured forward does besides the model's",
+        "attn_backend.init_forward_metadata_in_graph(forward_batch)",
+    ),
+    Inline(
+        "sglang.kernels.ops.speculative.fused_kv_materialize"
+        ".FusedKVMaterializeHelper._ensure_workspace",
+        "workspaces that are replaced on demand, and kept for the graphs",
+        "self._k_workspace = torch.empty(",
+    ),
+    Inline(
+        f"{_SRT}.managers.scheduler.Scheduler._apply_war_barrier",
+        "a step that names no event is waited for as a whole",
+        "self.schedule_stream.wait_stream(self.forward_stream)",
+    ),
+)
+
 
 def entries() -> tuple[Entry, ...]:
     """All of the above."""
-    return BACKEND + GRAPHS
+    return BACKEND + GRAPHS + STEPS
