@@ -32,6 +32,7 @@ from overstory.workers.policy.choice import (
 from overstory.workers.policy.cost_table import CostTable
 from overstory.workers.policy.evidence import FADE_STEPS, WANTED, KindEvidence, Share, Walk
 from overstory.workers.policy.options import PLAIN, Options
+from overstory.workers.policy.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +48,6 @@ RETRY_STEPS = (256, 16384)
 """Steps until a drafter that was switched off is tried again: at first, then doubled, at most."""
 
 OVERHEADS_KEPT = 31
-STEPS_KEPT = 9
-FEWEST_STEPS = 3
-STALE_STEPS = 1500
-"""Timed steps that an option's factor is the median of: at most, at least, and for how long."""
-
 STANDINGS = ("on", "off", "trial")
 
 
@@ -76,12 +72,9 @@ class Steering:
         self._lock = threading.Lock()
         self._kinds = [KindEvidence(options) for _ in range(KINDS)]
         self._overheads: list[deque[int]] = [deque(maxlen=OVERHEADS_KEPT) for _ in table.batches]
-        self._timed: list[deque[tuple[int, int]]] = [
-            deque(maxlen=STEPS_KEPT) for _ in options.policies
-        ]
+        self._times = StepTimes(options.nodes)
         self._drafter = ON
         self._first = Share()
-        self._steps = 0
         self._since_probe = {PROBE_DRAFT: 0, PROBE_PLAIN: 0}
         self._off_for = 0
         self._retry = RETRY_STEPS[0]
@@ -107,8 +100,7 @@ class Steering:
     def observe_step(self, option: int, expected_us: int, took_us: int) -> None:
         """A step took so long where the table says `expected_us`."""
         with self._lock:
-            factor = min(max(took_us * ONE // expected_us, ONE // 10), 10 * ONE)
-            self._timed[option].append((self._steps, factor))
+            self._times.add(option, expected_us, took_us)
 
     def next_beliefs(self, steps: int, shape: Shape, allowed: tuple[int, ...]) -> Beliefs:
         """Beliefs for the steps to come.
@@ -122,14 +114,13 @@ class Steering:
             for kind in self._kinds:
                 kind.fade(math.exp(-steps / FADE_STEPS))
             self._judge_drafter(steps)
-            self._steps += steps
             self._version += 1
             believed = Beliefs(
                 self._version,
                 tuple(tuple(kind.tokens()) for kind in self._kinds),
                 tuple(int(kind.known()) for kind in self._kinds),
                 self._overhead_us(),
-                self._factors(),
+                self._times.factors(),
                 self._drafter,
             )
             return replace(believed, probe=self._probe(steps, believed, shape, allowed))
@@ -148,7 +139,7 @@ class Steering:
                 "probes": self._probes,
                 "factors": {
                     name: factor / ONE
-                    for name, factor in zip(self._options.names, self._factors(), strict=True)
+                    for name, factor in zip(self._options.names, self._times.factors(), strict=True)
                 },
                 "overhead_us": dict(
                     zip(map(str, self._table.batches), self._overhead_us(), strict=True)
@@ -184,28 +175,6 @@ class Steering:
         times = PLAIN_RUN if probed == PLAIN else 1
         price = times * lost * ONE // (good.tokens * good.cost_us * PROBE_LOSS)
         return min(max(price, PROBE_STEPS[0]), PROBE_STEPS[1])
-
-    def _factors(self) -> tuple[int, ...]:
-        """By option, median of its steps' time over the table's, in thousandths.
-
-        One without enough of them takes that of the drafting option nearest in nodes, and only if
-        there is none that of plain: drafts share what the table may have wrong of them.
-        """
-        known: dict[int, int] = {}
-        for option, timed in enumerate(self._timed):
-            while timed and timed[0][0] < self._steps - STALE_STEPS:
-                timed.popleft()
-            if len(timed) >= FEWEST_STEPS:
-                known[option] = int(median(factor for _, factor in timed))
-        drafting = [option for option in known if option != PLAIN] or list(known)
-        nodes = self._options.nodes
-
-        def nearest(option: int) -> int:
-            if option in known or not known:
-                return known.get(option, ONE)
-            return known[min(drafting, key=lambda o: (abs(nodes[o] - nodes[option]), o))]
-
-        return tuple(nearest(option) for option in range(len(nodes)))
 
     def _judge_drafter(self, steps: int) -> None:
         enough = self._first.seen >= WANTED
