@@ -135,8 +135,10 @@ def name_of(role: str) -> str:
 
 def build(role: str, out: Path) -> Any:
     """The engine of a role."""
-    if name_of(role) == "parts":
+    if "parts" in role:
         os.environ["OVERSTORY_WHOLE_STEP_GRAPHS"] = "0"
+    if "split" in role:
+        os.environ["OVERSTORY_SPLIT_DRAFT_ATTENTION"] = "1"
     if role.startswith("fp32"):
         native_layers()
     from engine_cuda import CudaEngine, StockEngine
@@ -160,7 +162,7 @@ def build(role: str, out: Path) -> Any:
     if role.startswith("fp32"):
         fields |= {"dtype": "float32"}
     name = name_of(role)
-    if name in ("ours", "parts"):
+    if name in ("ours", "parts", "split", "split_parts"):
         return CudaEngine(pair[0], **fields, **ddtree(pair[1], attention_backend="overstory"))
     if name == "eager":
         own = ddtree(pair[1], attention_backend="overstory", **graphs_off)
@@ -350,13 +352,15 @@ def say_steps(engine: Any) -> dict[str, Any]:
     return {"steps": STATS.snapshot()["verify"], "tiers": list(tiers.rows) if tiers else None}
 
 
-def time_short(engine: Any, repeats: int) -> list[dict[str, Any]]:
+def time_short(engine: Any, role: str, repeats: int) -> list[dict[str, Any]]:
     """Every policy at 1 and 8 requests, greedy and sampled; repeats taken in turn."""
     from engine_cuda import timed
 
+    # SGLang's chain builds a sampler for a minute and a half at its first sampled token.
+    temperatures = (0.0, 1.0) if role != "dflash" else (0.0,)
     rows = []
     for conc in (1, 8):
-        for temperature in (0.0, 1.0):
+        for temperature in temperatures:
             params = {"temperature": temperature, "max_new_tokens": TIMED_NEW, "ignore_eos": True}
             if temperature:
                 params["sampling_seed"] = 11
@@ -457,9 +461,9 @@ def main() -> None:
             if role.startswith("long"):
                 report.attempt("long_times", lambda: time_long(engine))
             else:
-                repeats = 1 if role in ("eager", "triton", "parts") else REPEATS
-                report.attempt("times", lambda: time_short(engine, repeats))
-            if role in ("ours", "parts", "dflash", "long_ours"):
+                repeats = 1 if role in ("eager", "triton", "parts", "split_parts") else REPEATS
+                report.attempt("times", lambda: time_short(engine, role, repeats))
+            if role in ("ours", "dflash"):
                 report.attempt("profile", lambda: profile(engine))
     (out / f"{role}.done").touch()
     if ours:
