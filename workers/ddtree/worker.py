@@ -20,11 +20,11 @@ from overstory.workers.ddtree.algorithm import own_algorithm, starting_policy, w
 from overstory.workers.ddtree.commit import TargetKv, extend_drafter
 from overstory.workers.ddtree.decisions import DecisionGroup
 from overstory.workers.ddtree.draft import Drafter, root_tree
+from overstory.workers.ddtree.draft_graph import splits_draft_attention
 from overstory.workers.ddtree.draft_input import DDTreeDraftInput
 from overstory.workers.ddtree.drafter_config import read_drafter
 from overstory.workers.ddtree.drafter_kv import StackedDrafterKv
 from overstory.workers.ddtree.grammar import mask_nodes
-from overstory.workers.ddtree.draft_graph import splits_draft_attention
 from overstory.workers.ddtree.graph_tiers import (
     GraphTiers,
     captured_batches,
