@@ -24,7 +24,7 @@ from overstory.orchestrator.serving import actor_names
 
 CALL_S = 30.0
 STREAM_S = 300.0
-REPAIR_S = 180.0
+REPAIR_S = 300.0
 
 
 @dataclass

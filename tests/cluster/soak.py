@@ -4,6 +4,8 @@ A deployment of its own, clients that ask without a pause, and every so often a 
 seed. Every answer is compared with what an undisturbed deployment said to the same question before
 the first fault. At the end all must be whole, and nothing left over.
 
+A question that is refused because no replica is up is asked again, as long as an answer may take.
+
 One exception: who kills the gateway kills the sockets of its clients. Their streams must end soon,
 and the same question asked again must get the same answer.
 
@@ -105,6 +107,10 @@ class Broken(Exception):
     """No whole answer: an error, or a stream that broke off."""
 
 
+class NotReady(Broken):
+    """Refused before it began, since no replica is up: to be asked again a little later."""
+
+
 class Told(Broken):
     """A living gateway says in a stream that it could not go on."""
 
@@ -118,10 +124,18 @@ def ask(client: httpx.Client, url: str, question: Question) -> Answer:
         raise Broken(f"{type(error).__name__}: {error}") from error
 
 
+def _check(answer: httpx.Response) -> None:
+    """Raises what a status says."""
+    if answer.status_code == 200:
+        return
+    text = answer.read().decode(errors="replace")[:500]
+    refused = answer.status_code == 503 and '"not_ready"' in text
+    raise (NotReady if refused else Broken)(f"{answer.status_code}: {text}")
+
+
 def _whole(client: httpx.Client, url: str, body: dict[str, Any]) -> Answer:
     answer = client.post(url, json=body)
-    if answer.status_code != 200:
-        raise Broken(f"{answer.status_code}: {answer.text[:500]}")
+    _check(answer)
     data = answer.json()
     choices = sorted(data["choices"], key=lambda one: one["index"])
     texts = tuple(c["text"] if "text" in c else c["message"]["content"] for c in choices)
@@ -135,8 +149,7 @@ def _streamed(client: httpx.Client, url: str, body: dict[str, Any]) -> Answer:
     tokens, done = 0, False
     asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
     with client.stream("POST", url, json=asked) as answer:
-        if answer.status_code != 200:
-            raise Broken(f"{answer.status_code}: {answer.read()[:500]!r}")
+        _check(answer)
         for line in answer.iter_lines():
             if not line.startswith("data: "):
                 continue
@@ -225,6 +238,7 @@ class Count:
 
     right: int = 0
     retried: int = 0
+    refused: int = 0
     slowest_s: float = 0.0
     failures: list[str] = dataclasses.field(default_factory=list)
 
@@ -279,17 +293,23 @@ class Traffic:
     def _answer(self, question: Question, begun: float) -> tuple[Answer, int]:
         """The answer, and how often it had to be asked again because the gateway was gone."""
         retried = 0
+        deadline = begun + ANSWER_S
         while True:
             try:
                 with httpx.Client(timeout=ANSWER_S) as client:
                     return ask(client, self._url, question), retried
+            except NotReady:
+                if time.monotonic() > deadline:
+                    raise
+                with self._lock:
+                    self.count.refused += 1
             except Broken as broken:
                 killed = self._faults.gateway_killed_at
                 with_it = killed > begun - GATEWAY_GRACE_S and not isinstance(broken, Told)
                 if not with_it or time.monotonic() - killed > GATEWAY_GRACE_S:
                     raise
                 retried += 1
-                self._stop.wait(1.0)
+            time.sleep(1.0)
 
     def _tell(self, which: int, what: str, begun: float) -> None:
         text = f"{time.strftime('%H:%M:%S')} question {which}, {time.monotonic() - begun:.1f} s: "
@@ -319,7 +339,7 @@ def spec_of(port: int, replicas: int) -> DeploymentSpec:
             "request_timeout_s": ANSWER_S,
             "max_resumes": 100,
         },
-        control={"unresponsive_s": 10.0, "proven_s": 0, "restart_budget": 100},
+        control={"unresponsive_s": 20.0, "proven_s": 0, "restart_budget": 100},
     )
 
 
@@ -366,6 +386,7 @@ def soak(arguments: argparse.Namespace, deployment: Deployment) -> dict[str, Any
         "replicas": arguments.replicas,
         "answers": traffic.count.right,
         "asked again after the gateway's loss": traffic.count.retried,
+        "refused while no replica was up": traffic.count.refused,
         "slowest answer, s": round(traffic.count.slowest_s, 1),
         "whole again after, s": round(mended_s, 1),
         "memory, MiB": [round(memory / 2**20), round(after / 2**20)],
@@ -383,17 +404,15 @@ def deployed(replicas: int) -> Iterator[Deployment]:
         spec = spec_of(free_port(), replicas)
         serve.start(proxy_location="HeadOnly", http_options=http_options(spec))
         ensure_controller(spec.name, spec.control.lease_steps)
-        deployment = Deployment(_serve(build_app(spec), spec, spec.gateway.port, START_S))
-        try:
-            yield deployment
-        except BaseException:
-            traceback.print_exc()  # Ray ends this process with itself, before Python would say it.
-            raise
+        yield Deployment(_serve(build_app(spec), spec, spec.gateway.port, START_S))
         remove_app(spec.name)
         wait_until(lambda: not actors_of(spec.name), 60, "actors to go")
         wait_until(lambda: not placement_groups(), 60, "placement groups to go")
         serve.shutdown()
         ray.shutdown()
+    except BaseException:
+        traceback.print_exc()  # Ray ends this process with itself, before Python would say it.
+        raise
     finally:
         stop_local_ray(record)
     wait_until(lambda: not processes_naming(record.folder), 60, "Ray's processes to end")

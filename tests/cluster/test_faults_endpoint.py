@@ -38,7 +38,7 @@ LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
 SEEDED: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "temperature": 1.0, "seed": 7}
 NOTICE_S = 10.0
 """A death is known within two seconds (`test_ranks_faults`); the rest is for a busy machine."""
-UNRESPONSIVE_S = 8.0
+UNRESPONSIVE_S = 15.0
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ def two_replicas() -> Iterator[tuple[Lab, Host, Host]]:
         head, other = lab.hosts["h1"], lab.hosts["h2"]
         sets = (
             "replicas=2", "engine.tp_size=1", "resources.cpus_per_rank=1.5",
-            "control.unresponsive_s=10",
+            "control.unresponsive_s=20",
         )  # fmt: skip
         flags = [part for one in sets for part in ("--set", one)]
         up = head.run(
