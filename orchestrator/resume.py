@@ -46,6 +46,10 @@ PROOF = ResumeLimits(losses=0)
 """For proofs, which ask whether replicas work: the first loss is an answer, a hand-off is none."""
 
 
+class _TooLate(ReplicaLost):
+    """No replica went on with the sequence in time: there is nothing to wait for any more."""
+
+
 class Carrier:
     """Carries one sequence on. Iterate `chunks` once.
 
@@ -99,6 +103,8 @@ class Carrier:
                         if chunk.finish is not None:
                             return
                 raise ReplicaLost("the replica's answer ended before the sequence did")
+            except _TooLate:
+                raise
             except ReplicaLost as error:
                 self._on_loss(str(error))
                 self._losses += 1
@@ -120,7 +126,7 @@ class Carrier:
                 async with asyncio.timeout(self._left_s()):
                     first = await anext(chunks, None)
             except TimeoutError as error:
-                raise ReplicaLost(self._too_late()) from error
+                raise _TooLate(self._too_late()) from error
             if first is None:
                 return
             self._waits_since = None
@@ -137,7 +143,7 @@ class Carrier:
             several = f"\n({self._losses} replicas were lost under it)" if self._losses > 1 else ""
             raise ReplicaLost(f"{error}{several}") from error
         if self._left_s() == 0:
-            raise ReplicaLost(self._too_late()) from error
+            raise _TooLate(self._too_late()) from error
         self._entry.moves += 1
         self._on_move(why)
         return pause_s
