@@ -85,6 +85,20 @@ __device__ inline float element_of(const uint4& raw, int i) {
   }
 }
 
+/// Element i where i is known only when run: a few selections, for code that need not be fast.
+template <typename T>
+__device__ inline float element_at(const uint4& raw, int i) {
+  const int word = sizeof(T) == 4 ? i : i / 2;
+  const std::uint32_t low = (word & 1) != 0 ? raw.y : raw.x;
+  const std::uint32_t high = (word & 1) != 0 ? raw.w : raw.z;
+  const std::uint32_t bits = (word & 2) != 0 ? high : low;
+  if constexpr (sizeof(T) == 4) {
+    return ptx::bits_float(bits);
+  } else {
+    return to_float(T{static_cast<std::uint16_t>((i & 1) != 0 ? bits >> 16 : bits)});
+  }
+}
+
 /// One warp's segment of a row in registers, or `Columns` of it. Columns from the row's end on read
 /// as -inf.
 template <typename T, int Columns = kSegment>

@@ -254,37 +254,53 @@ struct GroupReader {
   const std::uint16_t* list;
   int listed;
 
-  /// visit(logit, column) for what is not below `floor`, a warp per group; then done(group) by the
-  /// whole warp.
-  template <typename Visit, typename Done>
+  /// visit(logit, column) for what is not below `floor`; `Batch` groups to a warp at a time, after
+  /// which done(last group) by the whole warp. The visit is in the code once: most of it is run
+  /// once, and what is not in the instruction cache costs more than a few selections.
+  template <int Batch, typename Visit, typename Done>
   __device__ void each(float floor, Visit visit, Done done) const {
     using Loads = Segment<T, kGroup>;
-    constexpr int kBatch = 4 / Loads::kLoads;  // groups on their way at once
-    for (int first = ptx::warp() * kBatch; first < listed; first += kRowWarps * kBatch) {
-      Loads batch[kBatch];
+    constexpr int kRaws = Batch * Loads::kLoads;
+    static_assert(kRaws * Loads::kPerLoad <= 32, "a bit each");
+    for (int first = ptx::warp() * Batch; first < listed; first += kRowWarps * Batch) {
+      Loads batch[Batch];
+      std::uint32_t waiting = 0;
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
+      for (int i = 0; i < Batch; ++i) {
         if (first + i < listed) {
           batch[i].load(logits, list[first + i] * kGroup, columns, aligned);
         }
       }
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        if (first + i >= listed) break;
-        const int group = list[first + i];
+      for (int i = 0; i < kRaws; ++i) {
+        if (first + i / Loads::kLoads >= listed) continue;
 #pragma unroll
-        for (int load = 0; load < Loads::kLoads; ++load) {
-          const int column = Loads::column(group * kGroup, load, ptx::lane());
-#pragma unroll
-          for (int j = 0; j < Loads::kPerLoad; ++j) {
-            const float logit = batch[i].at(load, j);
-            if (logit >= floor) visit(logit, column + j);
-          }
+        for (int j = 0; j < Loads::kPerLoad; ++j) {
+          const bool reaches = batch[i / Loads::kLoads].at(i % Loads::kLoads, j) >= floor;
+          waiting |= static_cast<std::uint32_t>(reaches) << (i * Loads::kPerLoad + j);
         }
-        done(group);
       }
+      while (waiting != 0) {
+        const int bit = ptx::lowest_bit(waiting);
+        waiting &= waiting - 1;
+        const int place = bit / Loads::kPerLoad, j = bit % Loads::kPerLoad;
+        uint4 raw = batch[0].raw[0];
+#pragma unroll
+        for (int i = 1; i < kRaws; ++i) {
+          if (place == i) raw = batch[i / Loads::kLoads].raw[i % Loads::kLoads];
+        }
+        const int group = list[first + place / Loads::kLoads];
+        const int column =
+            Loads::column(group * kGroup, place % Loads::kLoads, ptx::lane());
+        visit(element_at<T>(raw, j), column + j);
+      }
+      ptx::sync_warp();
+      done(list[first]);
     }
   }
+
+  /// Groups on their way at once where their order does not matter.
+  static constexpr int kMany = 4 / Segment<T, kGroup>::kLoads;
 };
 
 /// Lists the groups that reach `floor`, in any order, and returns their reader. Whole block.
@@ -328,7 +344,7 @@ __device__ int list_tokens(const GroupReader<T>& reader, float floor, Wanted wan
                            int& found) {
   if (ptx::thread() == 0) found = 0;
   ptx::sync_block();
-  reader.each(
+  reader.template each<GroupReader<T>::kMany>(
       floor,
       [&](float logit, int column) {
         if (!wanted(logit)) return;

@@ -87,6 +87,7 @@ __device__ void draw_of_few(const SampleArgs<T>& args, int number, const FilterR
   if (exists) mine = shared.candidates[index];
   Tally above{0, 0};
   if (exists) {
+#pragma unroll 2
     for (int i = part; i < count; i += parts) {
       const Candidate other = shared.candidates[i];
       if (other.rank > mine.rank) {
@@ -107,6 +108,7 @@ __device__ void draw_of_few(const SampleArgs<T>& args, int number, const FilterR
   const std::uint32_t order = static_cast<std::uint32_t>(mine.rank);  // falls as columns rise
   std::uint64_t before = 0, all = 0;
   if (exists) {
+#pragma unroll 2
     for (int i = part; i < count; i += parts) {
       const Candidate other = shared.candidates[i];
       all += other.mass;
@@ -123,57 +125,47 @@ __device__ void draw_of_few(const SampleArgs<T>& args, int number, const FilterR
   }
 }
 
-/// Many tokens, in shared memory.
+/// Many tokens: in shared memory, or more than can be listed and read again each time.
 template <typename T>
-struct TokenList {
-  const Token* tokens;
+struct ManyTokens {
+  const Token* list;
   int count;
+  const GroupReader<T>& reader;
 
-  __device__ BinRule<kFewBins> first_bins(const FilterRow<T>& row, const SampleRules& rules,
-                                          float floor) const {
-    return BinRule<kFewBins>::over(ordered(floor), ordered(row.bounds.highest), kStep<T>);
+  __device__ bool listed() const { return count <= kListedTokens; }
+
+  /// Equal widths for many, so that few of their atomics meet, as far as it seems worth it.
+  __device__ BinRule<kManyBins> first_bins(const FilterRow<T>& row, const SampleRules& rules,
+                                           float floor) const {
+    if (listed()) return BinRule<kManyBins>::over(ordered(floor), ordered(row.bounds.highest),
+                                                  kStep<T>);
+    const float span =
+        fmaxf(4.0f * (row.bounds.highest - row.bounds.lowest), 16.0f * rules.temperature);
+    return BinRule<kManyBins>::logits(floor, row.bounds.highest,
+                                      fmaxf(floor, row.bounds.highest - span));
   }
 
   /// visit(logit, column) for what is not below `floor`.
   template <typename Visit>
   __device__ void each(float floor, Visit visit) const {
-    for (int i = ptx::thread(); i < count; i += kRowThreads) {
-      const Token token = tokens[i];
-      const float logit = from_ordered(token.key);
-      if (logit >= floor) visit(logit, token.column);
+    if (listed()) {
+      visit_list(floor, visit);
+    } else {
+      reader.template each<GroupReader<T>::kMany>(floor, visit, [](int) {});
     }
   }
 
   /// Adds weight(logit, column) to the sums of their segments.
   template <typename Weight>
   __device__ void add_up(float floor, Weight weight, std::uint64_t* segments) const {
-    each(floor, [&](float logit, int column) {
-      ptx::atomic_add(&segments[column / kSegment], std::uint64_t{weight(logit, column)});
-    });
-  }
-};
-
-/// More tokens than can be listed, read again each time; the interface of TokenList.
-template <typename T>
-struct TokenStream {
-  const GroupReader<T>& reader;
-
-  /// Equal widths, so that few of the many atomics meet; as far as it seems worth it.
-  __device__ BinRule<kManyBins> first_bins(const FilterRow<T>& row, const SampleRules& rules,
-                                           float floor) const {
-    const float span = fmaxf(4.0f * (row.bounds.highest - row.bounds.lowest), 16.0f * rules.temperature);
-    return BinRule<kManyBins>::logits(floor, row.bounds.highest, fmaxf(floor, row.bounds.highest - span));
-  }
-
-  template <typename Visit>
-  __device__ void each(float floor, Visit visit) const {
-    reader.each(floor, visit, [](int) {});
-  }
-
-  template <typename Weight>
-  __device__ void add_up(float floor, Weight weight, std::uint64_t* segments) const {
+    if (listed()) {
+      visit_list(floor, [&](float logit, int column) {
+        ptx::atomic_add(&segments[column / kSegment], weight(logit, column));
+      });
+      return;
+    }
     std::uint64_t sum = 0;
-    reader.each(
+    reader.template each<1>(
         floor, [&](float logit, int column) { sum += weight(logit, column); },
         [&](int group) {
           sum = warp_sum(sum);
@@ -181,13 +173,45 @@ struct TokenStream {
           sum = 0;
         });
   }
+
+ private:
+  template <typename Visit>
+  __device__ void visit_list(float floor, Visit visit) const {
+#pragma unroll 1
+    for (int i = ptx::thread(); i < count; i += kRowThreads) {
+      const Token token = list[i];
+      const float logit = from_ordered(token.key);
+      if (logit >= floor) visit(logit, token.column);
+    }
+  }
 };
 
-/// First column at which the sum of weights of what is not below `floor` passes
-/// target(sum of all). Whole block, the result in every thread.
-template <typename T, typename Tokens, typename Weight, typename Target>
-__device__ int locate_in_row(const FilterRow<T>& row, const Tokens& tokens, FilterShared& shared,
-                             float floor, Weight weight, Target target) {
+/// What a token weighs in a search: 1 for each tie at the end of the prefix, or its weight if it is
+/// kept.
+template <typename T>
+struct SearchWeight {
+  const FilterRow<T>& row;
+  const SampleRules& rules;
+  std::uint32_t last;  // key of the prefix' last logit
+  int last_tie;        // its last column that is kept
+  bool ties;
+
+  __device__ std::uint64_t operator()(float logit, int column) const {
+    const std::uint32_t key = ordered(logit);
+    if (ties) return key == last ? 1 : 0;
+    const float weight = rules.weight(logit, row.top);
+    const bool kept =
+        weight >= rules.min_p && (key > last || (key == last && column <= last_tie));
+    return kept ? fixed_weight(weight) : 0;
+  }
+};
+
+/// First column at which the sum of weights of what is not below `floor` passes what is looked for:
+/// `places` ties, or the noise's share of all. Whole block, the result in every thread.
+template <typename T>
+__device__ int locate_in_row(const FilterRow<T>& row, const ManyTokens<T>& tokens,
+                             FilterShared& shared, float floor, const SearchWeight<T>& weight,
+                             std::uint64_t places) {
   constexpr int kPerThread = kMaxSegments / kRowThreads;
   for (int i = ptx::thread(); i < kMaxSegments; i += kRowThreads) shared.segments[i] = 0;
   ptx::sync_block();
@@ -201,7 +225,7 @@ __device__ int locate_in_row(const FilterRow<T>& row, const Tokens& tokens, Filt
     through.mass += mine[i];
   }
   std::uint64_t before = scan_block(through, shared.scratch.warps, total).mass;
-  const std::uint64_t goal = target(total.mass);
+  const std::uint64_t goal = weight.ties ? places - 1 : share_of(shared.noise, total.mass);
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
     if (before <= goal && goal - before < mine[i]) {
@@ -239,12 +263,12 @@ __device__ inline std::uint64_t kept_ties(const PrefixBound& most, std::uint64_t
 }
 
 /// The draw where more than kFewTokens reach the bound.
-template <typename T, typename Tokens>
+template <typename T>
 __device__ void draw_of_many(const SampleArgs<T>& args, int number, const FilterRow<T>& row,
-                             const Tokens& tokens, const SampleRules& rules, float floor,
+                             const ManyTokens<T>& tokens, const SampleRules& rules, float floor,
                              const PrefixBound& most, FilterShared& shared) {
-  std::uint32_t last = ordered(floor);
-  int last_tie = INT32_MAX;
+  SearchWeight<T> weight{row, rules, ordered(floor), INT32_MAX, false};
+  std::uint64_t places = 0;
   if (rules.top_k != 0 || rules.top_p < 1.0f) {
     const auto each = [&](auto add) {
       tokens.each(floor, [&](float logit, int) {
@@ -254,27 +278,24 @@ __device__ void draw_of_many(const SampleArgs<T>& args, int number, const Filter
     const PrefixEnd end = find_prefix(tokens.first_bins(row, rules, floor), most, 1, kStep<T>,
                                       each, shared.prefix, shared.scratch);
     // One value, which is at or above the bin's lowest integer, or one logit.
-    last = shared.scratch.inside.count == 1 ? end.high - end.range : logit_up_to<T>(end.high);
-    floor = from_ordered(last);
-    const std::uint64_t weight = fixed_weight(rules.weight(floor, row.top));
     const Tally inside = shared.scratch.inside;
-    const std::uint64_t ties = kept_ties(most, weight, shared.scratch.above, inside);
-    if (ties < inside.count) {
-      last_tie = locate_in_row(
-          row, tokens, shared, floor,
-          [&](float logit, int) { return std::uint64_t{ordered(logit) == last}; },
-          [&](std::uint64_t) { return ties - 1; });
-    }
+    weight.last = inside.count == 1 ? end.high - end.range : logit_up_to<T>(end.high);
+    floor = from_ordered(weight.last);
+    // Of one value its key may be above `last`, and then it is no tie.
+    places = kept_ties(most, fixed_weight(rules.weight(floor, row.top)), shared.scratch.above,
+                       inside);
+    weight.ties = places < inside.count;
   }
-  const int token = locate_in_row(
-      row, tokens, shared, floor,
-      [&](float logit, int column) -> std::uint64_t {
-        const float weight = rules.weight(logit, row.top);
-        const bool kept = weight >= rules.min_p && (ordered(logit) > last || column <= last_tie);
-        return kept ? fixed_weight(weight) : 0;
-      },
-      [&](std::uint64_t all) { return share_of(shared.noise, all); });
-  if (ptx::thread() == 0) write_token(args, number, token, 0);
+  for (;;) {
+    const int column = locate_in_row(row, tokens, shared, floor, weight, places);
+    if (weight.ties) {
+      weight.ties = false;
+      weight.last_tie = column;
+      continue;
+    }
+    if (ptx::thread() == 0) write_token(args, number, column, 0);
+    return;
+  }
 }
 
 /// Whole block; overwrites the scan's groups.
@@ -305,11 +326,8 @@ __device__ void draw_filtered(const SampleArgs<T>& args, int number, RowScan& sc
       row.tokens, shared.found);
   if (count <= kFewTokens) {
     draw_of_few(args, number, row, rules, count, most, shared);
-  } else if (count <= kListedTokens) {
-    const TokenList<T> tokens{row.tokens, count};
-    draw_of_many(args, number, row, tokens, rules, floor, most, shared);
   } else {
-    const TokenStream<T> tokens{reader};
+    const ManyTokens<T> tokens{row.tokens, count, reader};
     draw_of_many(args, number, row, tokens, rules, floor, most, shared);
   }
 }

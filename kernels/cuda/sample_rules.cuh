@@ -109,8 +109,10 @@ __device__ int locate_in_segment(const T* row, int first, int end, bool aligned,
   for (int i = 0; i < Loads::kLoads; ++i) {
     const int column = Loads::column(first, i, ptx::lane());
     through[i] = 0;
-#pragma unroll
-    for (int j = 0; j < Loads::kPerLoad; ++j) through[i] += weight(segment.at(i, j), column + j);
+#pragma unroll 1  // run once: what is not in the instruction cache costs more than the loop
+    for (int j = 0; j < Loads::kPerLoad; ++j) {
+      through[i] += weight(element_at<T>(segment.raw[i], j), column + j);
+    }
   }
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -144,9 +146,9 @@ __device__ int locate_in_segment(const T* row, int first, int end, bool aligned,
     before = ptx::shfl(through[i], 31);
   }
   int found = kNoToken;
-#pragma unroll
+#pragma unroll 1
   for (int j = 0; j < Loads::kPerLoad; ++j) {
-    sum += weight(element_of<T>(raw, j), column + j);
+    sum += weight(element_at<T>(raw, j), column + j);
     if (found == kNoToken && sum > goal) found = column + j;
   }
   return ptx::shfl(found, owner);
