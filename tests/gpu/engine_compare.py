@@ -83,6 +83,21 @@ def partings(every: dict[str, dict[str, Any]]) -> None:
             )
 
 
+def nodes(every: dict[str, dict[str, Any]]) -> None:
+    """Logits of tree nodes against their paths run alone."""
+    for role, report in every.items():
+        rows = report.get("nodes")
+        if not rows:
+            continue
+        most, gap = (max(row[name] for row in rows) for name in ("difference", "gap"))
+        deepest = max(row["depth"] for row in rows)
+        print(
+            f"\n== {role}: {len(rows)} nodes down to depth {deepest} against their paths alone: "
+            f"log-probabilities apart by {most:.5f} at most; where the best token differs, the "
+            f"best two are {gap:.5f} apart at most"
+        )
+
+
 def times(every: dict[str, dict[str, Any]]) -> None:
     """Tokens per second of every role and policy."""
     print("\n== tokens/s (median; runs), ms per forward, tokens per forward")
@@ -117,6 +132,7 @@ def main() -> None:
     compare_texts(every, "sampled", "none")
     compare_texts(every, "ruled", "none")
     partings(every)
+    nodes(every)
     times(every)
     for role, report in every.items():
         for step in ("steps", "steps_after"):

@@ -324,6 +324,67 @@ def _cumulative(
     return probs[0].cumsum(0)
 
 
+def say_node_logits(engine: Any) -> list[dict[str, float]]:
+    """Nodes of a few trees: their logits in the tree against their paths run alone.
+
+    Returns:
+        of each node its depth, the largest difference of log-probabilities among tokens of at least
+        e^-10 in either, and the gap of the best two tokens where the best differ (else 0).
+    """
+    import torch
+
+    prompt, seen = prompts(1)[0], []
+    worker = engine.scheduler.model_worker
+    accept = worker._accept
+
+    def watched(batch: Any, tree: Any, logits_output: Any, rows_at: Any) -> Any:
+        logits = torch.log_softmax(logits_output.next_token_logits.float(), dim=-1).cpu()
+        fields = (batch.seq_lens, tree.tokens[0], tree.parents[0], tree.sizes)
+        seen.append((*(field.tolist() for field in fields), logits))
+        return accept(batch, tree, logits_output, rows_at)
+
+    worker._accept = watched
+    try:
+        with under("tree-15"):
+            rids = engine.texts([prompt], GREEDY | {"max_new_tokens": 48}, return_logprob=True)
+    finally:
+        del worker._accept
+    text = prompt + engine.outputs[rids[0]].ids
+    found = []
+    for lengths, tokens, parents, sizes, logits in seen[:: max(1, len(seen) // 4)][:4]:
+        for row in range(sizes[0])[-5:]:
+            path, at = [], row
+            while at >= 0:
+                path.insert(0, tokens[at])
+                at = parents[at]
+            alone = _logprobs_after(engine, text[: lengths[0]] + path)
+            near = torch.maximum(alone, logits[row]) > -10
+            best = alone.topk(2).values
+            same = int(alone.argmax()) == int(logits[row].argmax())
+            found.append(
+                {
+                    "depth": len(path) - 1,
+                    "difference": float((alone - logits[row])[near].abs().max()),
+                    "gap": 0.0 if same else float(best[0] - best[1]),
+                }
+            )
+    return found
+
+
+def _logprobs_after(engine: Any, context: list[int]) -> Any:
+    """[V] float32 after a text, by a prefill of it alone."""
+    import torch
+
+    with under("plain"):
+        engine.flush_cache()
+        asked = GREEDY | {"max_new_tokens": 1}
+        rids = engine.texts([context], asked, return_logprob=True, top_logprobs_num=4096)
+    values = torch.full((4096,), float("-inf"))
+    for token, value in engine.outputs[rids[0]].top_logprobs[0].items():
+        values[int(token)] = value
+    return values
+
+
 def say_ruled(engine: Any) -> dict[str, Any]:
     kinds = [
         {"frequency_penalty": 0.5},
@@ -453,6 +514,7 @@ def main() -> None:
         if name_of(role) == "ours" and "sampled" in report.content:
             report.attempt("partings", lambda: say_partings(engine, report.content["sampled"]))
         if ours and not role.startswith("long"):
+            report.attempt("nodes", lambda: say_node_logits(engine))
             report.attempt("ruled", lambda: say_ruled(engine))
             report.attempt("steps", lambda: say_steps(engine))
     if not role.startswith("fp32"):
