@@ -511,10 +511,7 @@ def main() -> None:
         if not role.startswith("long") and role != "dflash":  # it returns no log-probabilities
             report.attempt("gaps", lambda: say_gaps(engine))
             report.attempt("sampled", lambda: say_sampled(engine))
-        if name_of(role) == "ours" and "sampled" in report.content:
-            report.attempt("partings", lambda: say_partings(engine, report.content["sampled"]))
         if ours and not role.startswith("long"):
-            report.attempt("nodes", lambda: say_node_logits(engine))
             report.attempt("ruled", lambda: say_ruled(engine))
             report.attempt("steps", lambda: say_steps(engine))
     if not role.startswith("fp32"):
@@ -527,6 +524,12 @@ def main() -> None:
                 report.attempt("times", lambda: time_short(engine, role, repeats))
             if role in ("ours", "dflash"):
                 report.attempt("profile", lambda: profile(engine))
+            if role == "ours":
+                report.attempt("nodes", lambda: say_node_logits(engine))
+                said = report.content.get("sampled", {})
+                report.attempt("partings", lambda: say_partings(engine, said))
+    elif ours:
+        report.attempt("nodes", lambda: say_node_logits(engine))
     (out / f"{role}.done").touch()
     if ours:
         report.attempt("steps_after", lambda: say_steps(engine))
