@@ -28,7 +28,7 @@ from overstory.workers.ddtree.commit import TargetKv, extend_drafter
 from overstory.workers.ddtree.draft import root_tree
 from overstory.workers.ddtree.verify import TreeVerifyInput, row_layout
 from overstory.workers.policy.chooser import speculates
-from overstory.workers.tree_policy import TreePolicy
+from overstory.workers.tree_policy import Mode, TreePolicy
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -48,7 +48,7 @@ class StepShape(NamedTuple):
     """What one captured step is for."""
 
     bs: int
-    mode: str
+    mode: Mode
     rows: int
     draw: str
 
@@ -295,11 +295,14 @@ class StepGraphs:
     ) -> torch.Tensor:
         if shape.draw == "greedy":
             return torch.argmax(logits, dim=-1)
-        of_rows = (
+        temperature, top_k, top_p, min_p, seeds = (
             values[: shape.bs].unsqueeze(1).expand(-1, shape.rows).reshape(-1)
             for values in self._inputs.sampling
         )
-        return sample_nodes(logits, *of_rows, positions, filters=shape.draw == "filtered")
+        filters = shape.draw == "filtered"
+        return sample_nodes(
+            logits, temperature, top_k, top_p, min_p, seeds, positions, filters=filters
+        )
 
 
 class _Forward:
@@ -347,10 +350,10 @@ class _Forward:
             return model.forward(ids, positions, batch, **given)
 
 
-def _modes(tiers: Sequence[int], block_size: int) -> list[tuple[str, int]]:
+def _modes(tiers: Sequence[int], block_size: int) -> list[tuple[Mode, int]]:
     """(mode, rows) of the steps to capture."""
-    modes = [("plain", 1), ("chain", block_size)]
-    return modes + [("tree", rows) for rows in tiers if rows > 1]
+    modes: list[tuple[Mode, int]] = [("plain", 1), ("chain", block_size)]
+    return [*modes, *(("tree", rows) for rows in tiers if rows > 1)]
 
 
 def _drafter_workspaces(worker: DDTreeWorker) -> tuple[torch.Tensor, ...]:
