@@ -7,6 +7,7 @@ needs them.
 """
 
 import json
+import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from overstory.orchestrator.marker_cut import MarkerCut, markers_of
 from overstory.orchestrator.openai_protocol import ChatCompletionRequest, Constraint
 from overstory.orchestrator.openai_tools import NamedTool
 from overstory.orchestrator.sglang_parsers import sglang_parsers
+
+logger = logging.getLogger(__name__)
 
 _SPECIAL_MARKERS = {"apertus2509", "kimi_k3", "inkling", "mistral", "gemma4", "gpt-oss"}
 """Reasoning parsers whose markers are special tokens (`_patch_reasoning_skip_special_tokens` in
@@ -71,21 +74,34 @@ class AnswerParser:
         self._one_call = one_call
         self._thought_cut = MarkerCut(() if reasoning is None else markers_of(_detector(reasoning)))
         self._calls_cut = MarkerCut(() if calls is None else markers_of(_detector(calls)))
+        self._fed, self._shown = "", ""
         self.called = False
         """Whether there was a call."""
 
     def feed(self, text: str, last: bool) -> Parts:
-        """The parts that a piece of text makes certain."""
+        """The parts that a piece of text makes certain. Where a parser fails, the rest is
+        content, and the log says so."""
         reasoning = ""
         if self._reasoning is not None:
-            reasoning, text = self._feed_reasoning(text, last)
+            try:
+                reasoning, text = self._feed_reasoning(text, last)
+            except Exception:
+                _failed("reasoning", text)
+                self._reasoning = None
         if self._calls is None:
             return Parts(text, reasoning)
-        content, items = self._feed_calls(text, last)
+        self._fed += text
+        try:
+            content, items = self._feed_calls(text, last)
+        except Exception:
+            _failed("tool calls", text)
+            self._calls = None
+            return Parts(text, reasoning)
+        self._shown += content
         calls = tuple(self._delta(item.tool_index, item.name, item.parameters) for item in items)
         kept = self._kept(calls)
         if last and not self.called:
-            content += _held_back(_detector(self._calls))
+            content += self._held_back()
         return Parts(content, reasoning, kept)
 
     def _feed_reasoning(self, text: str, last: bool) -> tuple[str, str]:
@@ -115,12 +131,23 @@ class AnswerParser:
         return "".join(content), items
 
     def whole(self, text: str) -> Parts:
-        """The parts of a finished answer."""
+        """The parts of a finished answer; where a parser fails, as `feed`."""
         reasoning = ""
         if self._reasoning is not None:
-            reasoning, text = _texts(self._reasoning.parse_non_stream(text))
+            try:
+                reasoning, text = _texts(self._reasoning.parse_non_stream(text))
+            except Exception:
+                _failed("reasoning", text)
         if self._calls is None:
             return Parts(text, reasoning)
+        try:
+            return self._whole_calls(text, reasoning)
+        except Exception:
+            _failed("tool calls", text)
+            return Parts(text, reasoning)
+
+    def _whole_calls(self, text: str, reasoning: str) -> Parts:
+        assert self._calls is not None
         if isinstance(self._calls, sglang_parsers().json_array):
             content, items = _json_calls(text)
         else:
@@ -130,6 +157,14 @@ class AnswerParser:
             self._delta(number, name, arguments) for number, (name, arguments) in enumerate(items)
         )
         return Parts(content, reasoning, self._kept(calls))
+
+    def _held_back(self) -> str:
+        """The end of the text, where it might have become a call and did not; some parsers keep
+        what they have handed on."""
+        detector = _detector(self._calls)
+        held = getattr(detector, "_buffer", "")
+        rest = self._fed[len(self._shown) :] if self._fed.startswith(self._shown) else ""
+        return rest if held.endswith(rest) and not detector.has_tool_call(held) else ""
 
     def _delta(self, index: int, name: str | None, arguments: str | None) -> CallDelta:
         call_id = self._call_id(index, name) if name else None
@@ -462,7 +497,8 @@ def _increment(parser: Any, text: str, tools: Sequence[Any]) -> tuple[str | None
 def _unsent_arguments(detector: Any) -> list[Any]:
     """What a parser knows of its last call and has not sent: it learns of a call's end from the
     text that follows, which may never come."""
-    known, sent = detector.prev_tool_call_arr, detector.streamed_args_for_tool
+    known = getattr(detector, "prev_tool_call_arr", [])
+    sent = getattr(detector, "streamed_args_for_tool", [])
     last = len(known) - 1
     if last < 0 or last >= len(sent):
         return []
@@ -473,10 +509,9 @@ def _unsent_arguments(detector: Any) -> list[Any]:
     return [SimpleNamespace(tool_index=last, name=None, parameters=text[len(sent[last]) :])]
 
 
-def _held_back(detector: Any) -> str:
-    """Text that might have become a call and did not."""
-    held: str = detector._buffer
-    return "" if detector.has_tool_call(held) else held
+def _failed(what: str, text: str) -> None:
+    """A parser raised: SGLang's own server answers with the text as it is, too."""
+    logger.exception("%s could not be parsed in %.200r", what, text)
 
 
 def _json_calls(text: str) -> tuple[str, list[tuple[str, str]]]:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -11,7 +12,7 @@ import pytest
 from test_openai_endpoint import ScriptedBackend, World, events
 from test_openai_endpoint import play as play_it
 
-from overstory.orchestrator.answer_parsers import ParserSettings
+from overstory.orchestrator.answer_parsers import AnswerParser, ParserSettings, Parts
 from overstory.orchestrator.openai_protocol import ChatCompletionRequest
 from overstory.orchestrator.parser_names import REASONING_PARSERS, TOOL_CALL_PARSERS
 from overstory.orchestrator.sglang_parsers import sglang_parsers
@@ -157,6 +158,36 @@ def test_reasoning_apart_and_in_the_text(size: int) -> None:
         backend=ScriptedBackend("hm, yes</think>It is", size),
         parsers=ParserSettings(reasoning="kimi_k2"),
     )
+
+
+_READS_OTHERWISE = {"mistral", "llama3"}
+"""Mistral's takes every closing bracket for its end mark, Llama's every object for a call."""
+
+
+@pytest.mark.parametrize("text", ["Hello, 1 < 2 and [3].", "Hi <tool", "ends in <|", '{"a": 1}'])
+@pytest.mark.parametrize("name", sorted(set(TOOL_CALL_PARSERS) - _READS_OTHERWISE))
+def test_no_parser_loses_or_doubles_plain_text(name: str, text: str) -> None:
+    plan = _plan(ParserSettings(name))
+    assert plan.parser().whole(text).content == text
+    for size in (1, 5, 100):
+        parser = plan.parser()
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        parts = [parser.feed(piece, piece is pieces[-1]) for piece in pieces]
+        assert "".join(part.content for part in parts) == text
+        assert not parser.called
+
+
+def test_a_parser_that_fails_leaves_the_text() -> None:
+    class Broken:
+        detector = SimpleNamespace()
+
+        def __getattr__(self, name: str) -> Any:
+            raise ValueError(name)
+
+    parser = AnswerParser(Broken(), Broken(), [], lambda index, name: name)
+    assert parser.whole("abc") == Parts("abc")
+    parts = [parser.feed(piece, piece == "c") for piece in "abc"]
+    assert "".join(part.content for part in parts) == "abc"
 
 
 def test_reasoning_before_calls() -> None:
