@@ -86,6 +86,7 @@ class Fleet:
         if word["generated"]:
             health.generated()
         if word["probe_failures"]:
+            health.heard()
             health.probe_failures = word["probe_failures"] - 1
             health.probe_failed("its rank 0 does not answer")
         else:

@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 ASK_S = 5.0
 """For leave to start, and for last words to leave the process."""
+LOOK_EVERY = 15
+"""Words after which the controller is looked for by its name again: another may have taken its
+place, and nobody reads the answers to these words."""
 
 
 class Herald:
@@ -38,6 +41,7 @@ class Herald:
         self._limits = limits
         self._actor = ray.get_runtime_context().get_actor_name() or ""
         self._controller: Any = None
+        self._words = 0
 
     def begun(self) -> None:
         """Asks for leave to start.
@@ -54,6 +58,9 @@ class Herald:
 
     def stands(self, word: dict[str, Any]) -> None:
         """Its regular word, see `Fleet.said`."""
+        self._words += 1
+        if self._words % LOOK_EVERY == 0:
+            self._controller = None
         self._say("said", word)
 
     def draining(self, why: str) -> None:

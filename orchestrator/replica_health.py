@@ -209,9 +209,13 @@ class ReplicaHealth:
         self.probe_failures += 1
         self._suspect_after(self.probe_failures, f"{self.probe_failures} probes failed: {why}")
 
-    def probe_answered(self) -> None:
-        """It answered, whatever it said."""
+    def heard(self) -> None:
+        """A sign of life, whatever it says."""
         self._heard_s = self._clock()
+
+    def probe_answered(self) -> None:
+        """It answered a look at it."""
+        self.heard()
         self.probe_failures = 0
         self._clear_up()
 

@@ -10,6 +10,7 @@ Serve counts a replica as running once it has generated, and takes the old one o
 A restart belongs to Serve: one whose command was interrupted goes on, `--follow` watches it.
 """
 
+import contextlib
 import dataclasses
 import time
 import uuid
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from overstory.orchestrator import cluster, serving
-from overstory.orchestrator.control import connected
+from overstory.orchestrator.control import ControlError, ask_controller, connected
 from overstory.orchestrator.plan import PlanError, check_models, make_plan
 from overstory.orchestrator.progress import Progress, describe_ranks, failure_text
 from overstory.orchestrator.replica_setup import bundles
@@ -81,6 +82,8 @@ def restart(
         for line in changed_settings(spec, wanted):
             progress.tell("placement", line)
         progress.tell("placement", _manner(begun.surge))
+        with contextlib.suppress(ControlError):  # Without a controller nothing was given up.
+            ask_controller(record.name, "asked_for", wanted.replicas)
         serving.roll(wanted, begun.nodes_per_replica, begun.version, begun.surge)
         return _follow(record.name, begun, progress, timeout_s)
 

@@ -127,9 +127,13 @@ def test_one_taken_for_dead_that_speaks_is_back_in_its_place(fleet: Fleet) -> No
     assert states(fleet) == ["RESTARTING", "HEALTHY", "RESTARTING"]
 
 
-def test_probes_that_fail_in_the_replica_make_it_suspect(fleet: Fleet) -> None:
+def test_probes_that_fail_in_the_replica_make_it_suspect(fleet: Fleet, clock: Clock) -> None:
     for failures in (1, 2, 3):
         fleet.said("a", "actor-a", LIMITS, {**WORD, "probe_failures": failures})
+    assert fleet.state_of("a") is State.SUSPECT
+    for _ in range(100):  # It speaks: it is not silent, though its rank is.
+        clock.now += 0.9 * LIMITS.silence_s
+        fleet.said("a", "actor-a", LIMITS, {**WORD, "probe_failures": 9})
     assert fleet.state_of("a") is State.SUSPECT
     fleet.said("a", "actor-a", LIMITS, WORD)
     assert fleet.state_of("a") is State.HEALTHY
