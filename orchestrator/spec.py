@@ -51,7 +51,7 @@ class TreeSpec(_Section):
     of at most `budget` nodes, whichever gives most tokens per millisecond by a cost table that is
     measured when a replica starts."""
 
-    measure_s: float = Field(default=10.0, gt=0, le=600)
+    measure_s: float = Field(default=20.0, gt=0, le=600)
     """Seconds that measuring the cost table may take at a replica's first start on a machine; later
     ones find it in `~/.cache/overstory`. Only with `policy: auto`."""
 

@@ -1,6 +1,6 @@
 """The automatic policy against every fixed one, in one engine. Results: docs/benchmarks/.
 
-Modes take turns over the same few prompts, unit by unit, and each unit begins with another mode, so
+Modes take turns over the same prompts, unit by unit, and each unit begins with another mode, so
 that what else the machine does falls on all alike; modes are compared within units. Only its own
 steps teach the automatic policy; what learning costs at the start is a row of its own.
 
@@ -100,9 +100,9 @@ def _learn(
     engine: EngineHarness, prompts: Sequence[Any], arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """The automatic policy's first tokens of each kind, one request at a time."""
-    _run(engine, BASE, prompts, 0.0, 4)  # fills the prefix cache
+    _run(engine, BASE, prompts, 0.0, len(prompts), 4)  # fills the prefix cache
     return [
-        _run(engine, "auto", [prompt], temperature, arguments.tokens)
+        _run(engine, "auto", [prompt], temperature, 1, arguments.tokens)
         for temperature in arguments.temperature
         for prompt in prompts[:4]
     ]
@@ -117,19 +117,28 @@ def _measure(
         for concurrency in arguments.concurrency:
             for unit in range(arguments.units):
                 first = unit * concurrency
-                chosen = [prompts[(first + i) % len(prompts)] for i in range(concurrency)]
+                chosen = prompts[first % len(prompts) :] + prompts[: first % len(prompts)]
                 turn = unit % len(modes)
                 for mode in modes[turn:] + modes[:turn]:
-                    sample = _run(engine, mode, chosen, temperature, arguments.tokens)
+                    sample = _run(engine, mode, chosen, temperature, concurrency, arguments.tokens)
                     samples.append(sample | {"unit": unit})
                     print(json.dumps(samples[-1]), file=sys.stderr, flush=True)
     return samples
 
 
 def _run(
-    engine: EngineHarness, mode: str, prompts: Sequence[Any], temperature: float, tokens: int
+    engine: EngineHarness,
+    mode: str,
+    prompts: Sequence[Any],
+    temperature: float,
+    concurrency: int,
+    tokens: int,
 ) -> dict[str, Any]:
-    """These prompts under one mode, all at a time."""
+    """`concurrency` requests all the time under one mode: where one ends the next prompt begins.
+
+    Ends with `1.5 * tokens` for each stream. A batch that empties at the end would count against
+    whatever makes requests end at different times.
+    """
     from overstory.workers import tree_policy
     from overstory.workers.step_stats import STATS
     from overstory.workers.tree_policy import parse_policy
@@ -137,20 +146,30 @@ def _run(
     params = {"temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True}
     before = _forwards(STATS.snapshot())
     tree_policy.set_current(parse_policy(mode))
+    rids: list[str] = []
+    made = 0
     with _taught_by(engine, mode):
         begun, cpu = time.perf_counter(), time.process_time()
-        rids = [
-            engine.submit(prompt, params | {"sampling_seed": number})
-            for number, prompt in enumerate(prompts)
-        ]
-        engine.run(rids)
+        while made < 1.5 * tokens * concurrency:
+            running = sum(not engine.outputs[rid].done for rid in rids)
+            for _ in range(concurrency - running):
+                number = len(rids) % len(prompts)
+                seeded = params | {"sampling_seed": len(rids)}
+                rids.append(engine.submit(prompts[number], seeded))
+            engine.step()
+            made = sum(len(engine.outputs[rid].ids) for rid in rids)
         wall, cpu = time.perf_counter() - begun, time.process_time() - cpu
     after = _forwards(STATS.snapshot())
+    tree_policy.set_current(parse_policy(BASE))
+    for rid in rids:
+        if not engine.outputs[rid].done:
+            engine.abort(rid)
+    engine.run(rids)
     return {
         "mode": mode,
-        "concurrency": len(prompts),
+        "concurrency": concurrency,
         "temperature": temperature,
-        "tokens": len(prompts) * tokens,
+        "tokens": made,
         "wall_s": round(wall, 4),
         "cpu_s": round(cpu, 4),
         "choices": {n: c - before.get(n, 0) for n, c in after.items() if c > before.get(n, 0)},
@@ -177,7 +196,7 @@ def _forwards(snapshot: dict[str, Any]) -> dict[str, int]:
 def _rows(samples: Sequence[dict[str, Any]], modes: Sequence[str]) -> list[dict[str, Any]]:
     """One row for each mode, concurrency and temperature.
 
-    `of_plain` is the median over the units of plain's time over the mode's, `of_best` the same
+    `of_plain` is the median over the units of the mode's tokens/s over plain's, `of_best` the same
     against the fixed mode whose `of_plain` is largest; both by wall time and by the process's CPU
     time.
     """
@@ -211,7 +230,7 @@ def _row(cell: dict[str, list[dict[str, Any]]], mode: str, modes: Sequence[str])
 def _ratio(cell: dict[str, list[dict[str, Any]]], one: str, other: str, clock: str) -> float:
     """How many times as fast `other` is as `one`: median over the units."""
     pairs = zip(cell[one], cell[other], strict=True)
-    return median(a[clock] / b[clock] for a, b in pairs)
+    return median(b["tokens"] / b[clock] / (a["tokens"] / a[clock]) for a, b in pairs)
 
 
 def _print(rows: Sequence[dict[str, Any]], modes: Sequence[str]) -> None:

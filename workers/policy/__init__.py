@@ -21,7 +21,7 @@ FLOOR_ENV = "OVERSTORY_ACCEPTANCE_FLOOR"
 CACHE_ENV = "OVERSTORY_CACHE"
 """Environment variable: folder of cached cost tables; `~/.cache/overstory` without it."""
 
-MEASURE_SECONDS = 10.0
+MEASURE_SECONDS = 20.0
 FLOOR = 0.05
 
 OPT_OUT = "overstory_speculate"
