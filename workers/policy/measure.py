@@ -1,7 +1,7 @@
 """Measures what decode steps cost, with made-up requests, before an engine takes real ones.
 
-The steps are the worker's own, draft to commit, over garbage in the KV pools; nothing is allocated
-and what they write is overwritten by the first real requests.
+The steps are the worker's own, draft to commit, over garbage in the KV pools; nothing is allocated,
+and whoever measures clears the slot table. What stays in the pools is overwritten before a read.
 """
 
 from __future__ import annotations

@@ -98,6 +98,7 @@ def _measured(worker: DDTreeWorker, seconds: float) -> CostTable:
     )
     table = measure(CellTimer(worker), options, grid, seconds, _rank_0_says(worker.chooser.group))
     PENDING.start()  # nobody reads the outcome of made-up steps
+    runner.req_to_token_pool.req_to_token.zero_()
     return table
 
 

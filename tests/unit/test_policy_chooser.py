@@ -1,0 +1,168 @@
+"""The chooser of a rank on made-up batches: ranks alike, opt-outs, what is observed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from policy_world import NUMBERS, OPTIONS, World, table_of
+from random_trees import random_tree
+
+from overstory.kernels.reference import tree_accept
+from overstory.workers import tree_policy
+from overstory.workers.policy import OPT_OUT, chooser
+from overstory.workers.policy.chooser import (
+    OBSERVED,
+    StepChooser,
+    StepOutcome,
+    shape_of,
+    spare_opted_out,
+)
+from overstory.workers.policy.steering import Steering
+from overstory.workers.tree_policy import parse_policy
+
+
+@pytest.fixture(autouse=True)
+def _auto() -> Iterator[None]:
+    before = tree_policy.HOLDER
+    tree_policy.HOLDER = tree_policy.PolicyHolder()
+    tree_policy.HOLDER.start(parse_policy("auto"), 8, 31, automatic=True)
+    yield
+    tree_policy.HOLDER = before
+
+
+def req(top_k: int = 1, **custom: Any) -> Any:
+    params = SimpleNamespace(top_k=top_k, custom_params=custom or None)
+    return SimpleNamespace(sampling_params=params)
+
+
+def batch(*reqs: Any, context: int = 200) -> Any:
+    return SimpleNamespace(reqs=list(reqs), seq_lens_sum=context * len(reqs))
+
+
+def test_shape_counts_kinds_and_opt_outs() -> None:
+    spared = {OPT_OUT: False}
+    shape = shape_of(batch(req(), req(1 << 30), req(50), req(**spared), req(7, **spared)))
+    assert shape.drafting == (1, 2)
+    assert shape.plain == 2
+    assert shape.batch == 5
+    assert shape.context == 192
+    assert shape.sampled
+    assert not shape_of(batch(req(), req(**{OPT_OUT: True}))).sampled
+    assert shape_of(batch(req(), req(7, **spared))).sampled, "it goes through the sampler too"
+
+
+def test_a_spared_request_accepts_nothing_and_others_all_the_same() -> None:
+    dice = random.Random(3)
+    for _ in range(50):
+        tree = random_tree(dice, 4, dice.randint(1, 20), 6)
+        spared = [dice.random() < 0.5 for _ in range(4)]
+        reqs = [req(**{OPT_OUT: not gone}) for gone in spared]
+        cut = spare_opted_out(tree, reqs)
+        targets = torch.randint(6, tree.tokens.shape, generator=torch.Generator().manual_seed(1))
+        before, after = tree_accept(tree, targets, 21), tree_accept(cut, targets, 21)
+        for b, gone in enumerate(spared):
+            if gone:
+                assert after.lengths[b] == 0
+                assert after.bonus[b] == targets[b, 0]
+                assert cut.sizes[b] == 1
+            else:
+                assert after.tokens[b].equal(before.tokens[b])
+
+
+class FakeRanks:
+    """Two ranks' groups: what rank 0 gives, rank 1 gets, in order."""
+
+    def __init__(self) -> None:
+        self.sent: list[list[int]] = []
+
+    def of(self, rank: int) -> Any:
+        return SimpleNamespace(decides=rank == 0, host_ints=self._give if rank == 0 else self._take)
+
+    def _give(self, values: list[int]) -> list[int]:
+        self.sent.append(values)
+        return values
+
+    def _take(self, values: list[int]) -> list[int]:
+        given = self.sent.pop(0)
+        assert len(given) == len(values), "all ranks must give as many"
+        return given
+
+
+def test_two_ranks_choose_alike_whatever_their_clocks_say() -> None:
+    ranks, world, dice = FakeRanks(), World(0.9, random.Random(1)), random.Random(2)
+    first, second = (StepChooser(OPTIONS, ranks.of(rank), True) for rank in (0, 1))
+    for one in (first, second):
+        one.start(table_of(), 0.05)
+    chosen = set()
+    for _ in range(400):
+        at_hand = batch(*[req(dice.choice([1, 40])) for _ in range(dice.choice([1, 1, 3, 8]))])
+        policy, told = first.next(at_hand)
+        assert second.next(at_hand) == (policy, told)
+        chosen.add(str(policy))
+        walk = world.walk(OPTIONS.policies.index(policy))
+        if walk is not None:
+            assert first._auto is not None
+            assert first._auto.steering is not None
+            for r in at_hand.reqs:
+                first._auto.steering.observe(int(r.sampling_params.top_k != 1), walk)
+        for one in (first, second):
+            one.ended(at_hand)
+        if dice.random() < 0.1:
+            first.interrupted()
+    assert not ranks.sent
+    assert len(chosen) >= 2
+    assert "table" in told
+    assert second._auto is not None
+    assert second._auto.steering is None
+    shown, theirs = first.report(), second.report()
+    assert shown is not None
+    assert theirs is not None
+    assert {k: shown[k] for k in theirs} == theirs
+
+
+def test_a_fixed_policy_is_taken_as_it_is() -> None:
+    one = StepChooser(OPTIONS, FakeRanks().of(0), True)
+    assert one.report() is None
+    tree_policy.HOLDER.set_current(parse_policy("tree-15"))
+    assert one.next(batch(req())) == (parse_policy("tree-15"), "tree-15")
+    tree_policy.HOLDER.set_current(parse_policy("auto"))
+    with pytest.raises(AssertionError, match="without a cost table"):
+        one.next(batch(req()))
+
+
+def test_some_requests_of_a_large_batch_are_observed() -> None:
+    steering = Steering(OPTIONS, table_of(), 0.05)
+    bs = 3 * OBSERVED
+    kinds: list[int | None] = [0] * bs
+    kinds[0] = None
+    rows = torch.tensor([[0, 1, -1]] * bs)
+    column = torch.tensor([[-1, 0, 1]] * bs)
+    ranks = torch.tensor([[-1, 0, 0]] * bs)
+    outcome = StepOutcome(steering, kinds, False, column, ranks, torch.full((bs,), 3), rows)
+    outcome.judge([True] * bs)
+    assert steering.report()["greedy"]["seen"] == OBSERVED
+    outcome.judge([i < 2 for i in range(bs)])  # one of the two wants no draft
+    assert steering.report()["greedy"]["seen"] == OBSERVED + 1
+    assert steering.report()["greedy"]["spine"] == [1.0, 0.0]
+
+
+def test_probes_last_as_long_as_they_should(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beliefs that order a probe of plain decoding: its first steps are that, the rest the best."""
+    one = StepChooser(OPTIONS, FakeRanks().of(0), True)
+    one.start(table_of(), 0.0)
+    assert one._auto is not None
+    assert one._auto.steering is not None
+    world = World(0.95, random.Random(1))
+    for _ in range(64):
+        walk = world.walk(NUMBERS[-1])
+        assert walk is not None
+        one._auto.steering.observe(0, walk)
+    monkeypatch.setattr(one._auto.steering, "_probe", lambda *_: 2)
+    names = [str(one.next(batch(req()))[0]) for _ in range(chooser.SYNC_STEPS)]
+    assert names[:5] == ["plain"] * 5
+    assert "plain" not in names[5:]
