@@ -219,7 +219,11 @@ __device__ void place_tokens(const CandidatesArgs<T>& args, int row, const Token
     const Token other = tokens[i];
     place += other.key > mine.key || (other.key == mine.key && other.column < mine.column);
   }
-  if (place < args.k) write_candidate(args, row, place, from_ordered(mine.key), mine.column);
+  if (place >= args.k) return;
+  float logit = from_ordered(mine.key);
+  // Zeros of both signs have one key.
+  if (logit == 0.0f) logit = to_float(args.logits[row * args.row_stride + mine.column]);
+  write_candidate(args, row, place, logit, mine.column);
 }
 
 /// The whole row once more; `cut` as in CandidateSearch.

@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kRelocateThreads) kv_overlap_kernel(RelocateAr
     if (slot < 0) continue;
     int place = table_place(slot);
     while (table[place] != -1 && table[place] != slot) place = (place + 1) % kRelocateTable;
-    if (table[place] == slot) *found = 1;
+    if (table[place] == slot) ptx::atomic_cas(found, 0, 1);
   }
   ptx::sync_block();
   if (ptx::thread() == 0) *args.overlap = *found;

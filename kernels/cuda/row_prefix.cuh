@@ -192,21 +192,20 @@ __device__ inline std::uint64_t mass_of(const PrefixShared& shared, int bin) {
   return mass;
 }
 
+/// tally(bin): what a bin holds.
 /// The last bin that is not empty and whose first value is kept, with `above` before the first bin.
 /// Moves scratch.above to before that bin and puts what it holds in scratch.inside; `all` is what
 /// comes before the end of the last bin.
-template <int BinsLog2>
-__device__ std::uint32_t choose_bin(const PrefixBound& most, Tally above,
-                                    const PrefixShared& shared, BlockScratch& scratch,
-                                    Tally& all) {
+template <int BinsLog2, typename TallyOf>
+__device__ std::uint32_t choose_bin(const PrefixBound& most, Tally above, TallyOf tally,
+                                    BlockScratch& scratch, Tally& all) {
   constexpr int kBinsPerThread = (1 << BinsLog2) / kRowThreads;
-  Tally bins[kBinsPerThread], mine{0, 0};
-#pragma unroll
+  Tally mine{0, 0};
+#pragma unroll 2
   for (int i = 0; i < kBinsPerThread; ++i) {
-    const int bin = ptx::thread() * kBinsPerThread + i;
-    bins[i] = {mass_of(shared, bin), shared.count[bin]};
-    mine.mass += bins[i].mass;
-    mine.count += bins[i].count;
+    const Tally bin = tally(ptx::thread() * kBinsPerThread + i);
+    mine.mass += bin.mass;
+    mine.count += bin.count;
   }
   if (ptx::thread() == 0) scratch.found = INT32_MAX;
   Tally before = scan_block(mine, scratch.warps, all);
@@ -216,16 +215,17 @@ __device__ std::uint32_t choose_bin(const PrefixBound& most, Tally above,
   all.count += above.count;
   int last = -1;
   Tally last_above{0, 0}, last_inside{0, 0};
-#pragma unroll
+#pragma unroll 2
   for (int i = 0; i < kBinsPerThread; ++i) {
-    if (bins[i].count == 0) continue;
+    const Tally bin = tally(ptx::thread() * kBinsPerThread + i);
+    if (bin.count == 0) continue;
     if (before.count < most.count && before.mass <= most.mass) {
       last = ptx::thread() * kBinsPerThread + i;
       last_above = before;
-      last_inside = bins[i];
+      last_inside = bin;
     }
-    before.mass += bins[i].mass;
-    before.count += bins[i].count;
+    before.mass += bin.mass;
+    before.count += bin.count;
   }
   if (last >= 0) ptx::atomic_min(&scratch.found, -last);
   ptx::sync_block();
@@ -255,13 +255,46 @@ __device__ PrefixEnd find_prefix(BinRule<BinsLog2> bins, const PrefixBound& most
   for (bool first = true;; first = false) {
     Tally all;
     fill_bins(bins, most.mass != UINT64_MAX, each, shared);
-    bins.narrow(choose_bin<BinsLog2>(most, above, shared, scratch, all));
+    const auto tally = [&](int bin) { return Tally{mass_of(shared, bin), shared.count[bin]}; };
+    bins.narrow(choose_bin<BinsLog2>(most, above, tally, scratch, all));
     if (first) bounded = all.count >= most.count || all.mass > most.mass;
     above = scratch.above;
     if (scratch.inside.count <= enough || (bins.range >> step) == 0) break;
     bins.cut(step);
   }
   return {bins.high, bins.range, bounded};
+}
+
+constexpr int kLogitBins = 11;
+
+/// `find_prefix` for 16-bit logits, where a bin is one logit: counts say all, and one round does.
+/// False where the highest 2^kLogitBins logits do not reach the end.
+///   each   each(add): add(logit) for every value not below `floor`
+template <typename T, typename Mass, typename Each>
+__device__ bool find_by_logits(float floor, float highest, const PrefixBound& most, Mass mass,
+                               Each each, PrefixShared& shared, BlockScratch& scratch,
+                               PrefixEnd& end) {
+  constexpr std::uint32_t kBins = 1u << kLogitBins;
+  static_assert(sizeof(PrefixShared) >= kBins * sizeof(std::uint32_t), "counts only");
+  auto* counts = reinterpret_cast<std::uint32_t*>(&shared);
+  const std::uint32_t high = ordered(highest);
+  for (std::uint32_t i = ptx::thread(); i < kBins; i += kRowThreads) counts[i] = 0;
+  ptx::sync_block();
+  each([&](float logit) {
+    const std::uint32_t bin = (high - ordered(logit)) >> kStep<T>;
+    if (bin < kBins) ptx::atomic_add(&counts[bin], 1u);
+  });
+  ptx::sync_block();
+  const auto tally = [&](int bin) {
+    const std::uint32_t count = counts[bin];
+    const std::uint32_t key = logit_up_to<T>(high - (static_cast<std::uint32_t>(bin) << kStep<T>));
+    return Tally{count == 0 ? 0 : count * mass(from_ordered(key)), count};
+  };
+  Tally all;
+  const std::uint32_t bin = choose_bin<kLogitBins>(most, {0, 0}, tally, scratch, all);
+  const bool bounded = all.count >= most.count || all.mass > most.mass;
+  end = {high - (bin << kStep<T>), (1u << kStep<T>) - 1, bounded};
+  return bounded || (high - ordered(floor)) >> kStep<T> < kBins;
 }
 
 /// A logit below which nothing is in the prefix, and not below `floor`; `bounded` says whether the

@@ -158,11 +158,21 @@ struct SplitReader {
       const int here = segment;
       segment += kRowWarps;
       load();
+      prefetch();
       visit(current, here);
     }
   }
 
  private:
+  /// The segment after the next one, to the L2 cache: more bytes under way than registers hold.
+  __device__ void prefetch() {
+    constexpr int kLine = 128 / static_cast<int>(sizeof(T));
+    const int column = (segment + kRowWarps) * kSegment + ptx::lane() * kLine;
+    if (segment + kRowWarps < end && ptx::lane() < kSegment / kLine && column < args.columns) {
+      ptx::prefetch_l2(logits + column);
+    }
+  }
+
   __device__ void load() {
     if (segment < end) next.load(logits, segment * kSegment, args.columns, args.aligned);
   }
@@ -347,7 +357,8 @@ __device__ int list_tokens(const GroupReader<T>& reader, float floor, Wanted wan
   reader.template each<GroupReader<T>::kMany>(
       floor,
       [&](float logit, int column) {
-        if (!wanted(logit)) return;
+        // Many at one address would wait for each other for nothing.
+        if (ptx::load_volatile(&found) > kListedTokens || !wanted(logit)) return;
         const int at = ptx::atomic_add(&found, 1);
         if (at < kListedTokens) tokens[at] = {ordered(logit), column};
       },

@@ -270,13 +270,24 @@ __device__ void draw_of_many(const SampleArgs<T>& args, int number, const Filter
   SearchWeight<T> weight{row, rules, ordered(floor), INT32_MAX, false};
   std::uint64_t places = 0;
   if (rules.top_k != 0 || rules.top_p < 1.0f) {
-    const auto each = [&](auto add) {
-      tokens.each(floor, [&](float logit, int) {
-        add(logit, [&] { return fixed_weight(rules.weight(logit, row.top)); });
-      });
-    };
-    const PrefixEnd end = find_prefix(tokens.first_bins(row, rules, floor), most, 1, kStep<T>,
-                                      each, shared.prefix, shared.scratch);
+    const auto mass = [&](float logit) { return fixed_weight(rules.weight(logit, row.top)); };
+    PrefixEnd end;
+    bool found = false;
+    if constexpr (kStep<T> != 0) {
+      if (!tokens.listed()) {
+        found = find_by_logits<T>(
+            floor, row.bounds.highest, most, mass,
+            [&](auto add) { tokens.each(floor, [&](float logit, int) { add(logit); }); },
+            shared.prefix, shared.scratch, end);
+      }
+    }
+    if (!found) {
+      const auto each = [&](auto add) {
+        tokens.each(floor, [&](float logit, int) { add(logit, [&] { return mass(logit); }); });
+      };
+      end = find_prefix(tokens.first_bins(row, rules, floor), most, 1, kStep<T>, each,
+                        shared.prefix, shared.scratch);
+    }
     // One value, which is at or above the bin's lowest integer, or one logit.
     const Tally inside = shared.scratch.inside;
     weight.last = inside.count == 1 ? end.high - end.range : logit_up_to<T>(end.high);

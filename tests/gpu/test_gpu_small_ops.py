@@ -60,6 +60,12 @@ def test_relocation_of_all_moves_at_once() -> None:
     op_checks.check_relocation("cuda", 7, layers=2, slots=9000, moves=8192)
 
 
+@pytest.mark.parametrize("moves", [1000, 2049, 4096])
+def test_relocation_without_overlap(moves: int) -> None:
+    for seed in range(3):
+        op_checks.check_relocation("cuda", seed, 3, 6000, moves, overlap=False)
+
+
 def test_a_slot_outside_is_reported() -> None:
     pool = [torch.zeros(5, 8, dtype=torch.int16, device="cuda")]
     slots = torch.tensor([1], device="cuda"), torch.tensor([5], device="cuda")

@@ -161,6 +161,7 @@ FILTERS: dict[str, dict[str, Any]] = {
     "top-p of one": {"top_p": 0.0},
     "min-p": {"min_p": 0.1},
     "all": {"temperature": 0.8, "top_k": 60, "top_p": 0.93, "min_p": 0.02},
+    "top-p of thousands": {"temperature": 3.0, "top_p": 0.9},  # too many to list
     # min-p leaves about 600 tokens: more than are compared one by one, few enough to be listed.
     "top-k of a list": {"top_k": 400, "min_p": 0.0017},
     "top-p of a list": {"top_p": 0.97, "min_p": 0.0017},

@@ -100,16 +100,24 @@ def check_masks(got: Tree, want: Tree, generator: torch.Generator, device: str) 
         assert equal(full, expected)
 
 
-def check_relocation(device: str, seed: int, layers: int, slots: int, moves: int) -> None:
-    """Random moves with chains, cycles, repeated sources and padding; every byte is compared."""
+def check_relocation(
+    device: str, seed: int, layers: int, slots: int, moves: int, overlap: bool = True
+) -> None:
+    """Random moves with chains, cycles, repeated sources and padding; every byte is compared.
+
+    Without `overlap` no row is source and destination.
+    """
     generator = torch.Generator().manual_seed(seed)
     width = 8 * draw_int(generator, 1, 72)
     shape = (layers, slots, 1, width)
     want = torch.randint(-(2**15), 2**15, shape, generator=generator, dtype=torch.int16)
     pool = want.to(device)
-    targets = torch.randperm(slots, generator=generator)[:moves]
+    order = torch.randperm(slots, generator=generator)
+    targets = order[:moves]
     sources = torch.randint(slots, (moves,), generator=generator)
-    if seed % 2:
+    if not overlap:
+        sources = order[moves:][sources % (slots - moves)]
+    elif seed % 2:
         sources = targets.roll(1)  # one cycle
     padding = torch.rand(moves, generator=generator) < 0.2
     if seed % 3 == 0:
