@@ -1,7 +1,7 @@
 """Shapes of published models, for planning where their folders are not at hand.
 
-Each file in `published_models/` holds the fields of a model's `config.json` that planning reads, and
-where each comes from. Nothing starts with them: a rank needs the model's folder.
+Each file in `published_models/` holds the fields of a model's `config.json` that planning reads,
+and where each comes from. Nothing starts with them: a rank needs the model's folder.
 """
 
 import functools
