@@ -116,6 +116,9 @@ def long_pair(out: Path, pair: tuple[str, str]) -> tuple[str, str]:
 def native_layers() -> None:
     """SGLang's norms, activations, rotary embeddings and experts in torch: its kernels of them
     take no float32."""
+    from overstory.workers.environment import prepare_process
+
+    prepare_process("cuda")  # before SGLang is there
     from sglang.srt.layers.utils.multi_platform import MultiPlatformOp
 
     given = MultiPlatformOp.dispatch_forward
@@ -137,8 +140,6 @@ def build(role: str, out: Path) -> Any:
     """The engine of a role."""
     if "parts" in role:
         os.environ["OVERSTORY_WHOLE_STEP_GRAPHS"] = "0"
-    if "split" in role:
-        os.environ["OVERSTORY_SPLIT_DRAFT_ATTENTION"] = "1"
     if role.startswith("fp32"):
         native_layers()
     from engine_cuda import CudaEngine, StockEngine
@@ -162,7 +163,7 @@ def build(role: str, out: Path) -> Any:
     if role.startswith("fp32"):
         fields |= {"dtype": "float32"}
     name = name_of(role)
-    if name in ("ours", "parts", "split", "split_parts"):
+    if name in ("ours", "parts"):
         return CudaEngine(pair[0], **fields, **ddtree(pair[1], attention_backend="overstory"))
     if name == "eager":
         own = ddtree(pair[1], attention_backend="overstory", **graphs_off)
@@ -520,7 +521,7 @@ def main() -> None:
             if role.startswith("long"):
                 report.attempt("long_times", lambda: time_long(engine))
             else:
-                repeats = 1 if role in ("eager", "triton", "parts", "split_parts") else REPEATS
+                repeats = 1 if role in ("eager", "triton", "parts") else REPEATS
                 report.attempt("times", lambda: time_short(engine, role, repeats))
             if role in ("ours", "dflash"):
                 report.attempt("profile", lambda: profile(engine))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,10 +11,6 @@ from overstory.kernels.reference import Shard
 
 if TYPE_CHECKING:
     from overstory.workers.ddtree.draft import HeadShard
-
-
-SPLIT_DRAFT_ENV = "OVERSTORY_SPLIT_DRAFT_ATTENTION"
-"""1 spreads the drafter's attention over the keys (`cuda_block_attention`)."""
 
 
 class GraphedCandidates:
@@ -59,8 +54,3 @@ class GraphedCandidates:
     def shard(self, rows: int) -> Shard:
         """Candidates of the last forward's first ``rows`` drafted positions."""
         return Shard(*(part[:rows] for part in self._all))
-
-
-def splits_draft_attention() -> bool:
-    """Whether drafters of this process spread their attention over the keys."""
-    return os.environ.get(SPLIT_DRAFT_ENV, "0") == "1"

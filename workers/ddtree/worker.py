@@ -20,7 +20,6 @@ from overstory.workers.ddtree.algorithm import own_algorithm, starting_policy, w
 from overstory.workers.ddtree.commit import TargetKv, extend_drafter
 from overstory.workers.ddtree.decisions import DecisionGroup
 from overstory.workers.ddtree.draft import Drafter, root_tree
-from overstory.workers.ddtree.draft_graph import splits_draft_attention
 from overstory.workers.ddtree.draft_input import DDTreeDraftInput
 from overstory.workers.ddtree.drafter_config import read_drafter
 from overstory.workers.ddtree.drafter_kv import StackedDrafterKv
@@ -100,10 +99,6 @@ class DDTreeWorker(DFlashWorkerV2):
 
         SGLang has captured the target for the most rows by now, if it captures at all.
         """
-        if splits_draft_attention() and self.device != "cpu":
-            from overstory.workers.seam.cuda_block_attention import BlockAttention
-
-            self.draft_model_runner.attn_backend = BlockAttention(self.draft_model_runner)
         super().init_cuda_graphs()
         self._tiers = GraphTiers.capture(self.model_runner, self.limits)
         if self._tiers is not None and whole_steps() and self._group.size == 1:
