@@ -35,11 +35,9 @@ def sweep_jobs(cases: Sequence[AttentionCase], quick: bool) -> list[Job]:
         for per_sm in BLOCKS_PER_SM[: 1 if quick else None]
         for chunk in CHUNKS[: 6 if quick else None]
     ]
-    schedules.append(Schedule(count, 0, "two_phases"))
     variants = [
         Implementation(
-            f"ours_blocks{schedule.blocks}_chunk{schedule.min_chunk}"
-            + ("" if schedule.flow == "pipelined" else f"_{schedule.flow}"),
+            f"ours_blocks{schedule.blocks}_chunk{schedule.min_chunk}",
             functools.partial(ours, schedule=schedule),
             lambda case: True,
             True,

@@ -20,7 +20,7 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kGranule = 16;         // keys that one step works on
 constexpr int kMaxTiles = 9;         // n8 tiles (of 8 rows) that fit one block's registers
 constexpr int kMaxTail = 64;         // rows of a request: bits of a mask word
-constexpr int kColumnBlocks = kValues / 16;
+constexpr int kColumnPairs = kValues / 32;
 
 // A row is one head of one token: row = token * heads + head, counted within its request. Eight
 // rows are a tile, up to kMaxTiles tiles are a row tile, the share of one block.
@@ -44,7 +44,8 @@ struct Args {
   const uint64_t* mask_words; // [tokens], bit j: sees row j of its request
   void* out;                  // bf16 [tokens, heads, 512], contiguous
   float* lse;                 // [tokens, heads] or null, natural logarithm
-  float* partial;             // [2 * blocks][tiles][32 column blocks][32 lanes][4]
+  void* partial;              // half [2 * blocks][tiles][16 pairs of column blocks][32 lanes][2][4]
+  float* scales;              // [2 * blocks][warps]: a part's sums are `partial` times these
   float* stats;               // [2 * blocks][tiles * 8][2]: maximum (log2 units), sum
   float scale_log2;           // scale * log2(e)
   int bs;

@@ -33,69 +33,69 @@ int heads_shift_of(int heads) {
   return -1;
 }
 
-int64_t partial_floats(int tiles, int blocks) { return int64_t{2} * blocks * tiles * 8 * kValues; }
-int64_t stats_floats(int tiles, int blocks) { return int64_t{2} * blocks * tiles * 8 * 2; }
+// Of the workspace, in bytes.
+struct PartSizes {
+  int64_t partial, stats, scales;
+  PartSizes(int tiles, int blocks)
+      : partial(int64_t{2} * blocks * tiles * 8 * kValues * 2),
+        stats(int64_t{2} * blocks * tiles * 8 * 2 * 4),
+        scales(int64_t{2} * blocks * kWarps * 4) {}
+  int64_t all() const { return partial + stats + scales; }
+};
 
-template <int kTiles, Flow kFlow>
+template <int kTiles>
 int launch_attention(const Args& args, void* stream) {
   constexpr int kStages = stages_for(kTiles);
-  constexpr int kBytes = Layout<kTiles, kStages, kFlow>::kBytes;
-  if (int error = raise_shared_limit<attention<kTiles, kStages, kFlow>>(kBytes)) return error;
-  return launch(attention<kTiles, kStages, kFlow>, dim3(args.blocks), kThreads, kBytes, stream,
+  constexpr int kBytes = Layout<kTiles, kStages>::kBytes;
+  if (int error = raise_shared_limit<attention<kTiles, kStages>>(kBytes)) return error;
+  return launch(attention<kTiles, kStages>, dim3(args.blocks), kThreads, kBytes, stream,
                 args);
 }
 
-template <int kTiles, Flow kFlow>
+template <int kTiles>
 int blocks_per_sm() {
 #ifdef OVERSTORY_SIM
   return 1;
 #else
   constexpr int kStages = stages_for(kTiles);
-  constexpr int kBytes = Layout<kTiles, kStages, kFlow>::kBytes;
-  if (raise_shared_limit<attention<kTiles, kStages, kFlow>>(kBytes)) return 0;
+  constexpr int kBytes = Layout<kTiles, kStages>::kBytes;
+  if (raise_shared_limit<attention<kTiles, kStages>>(kBytes)) return 0;
   int blocks = 0;
-  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, attention<kTiles, kStages, kFlow>,
+  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, attention<kTiles, kStages>,
                                                 kThreads, kBytes);
   return blocks;
 #endif
 }
 
-// Calls f.template run<tiles, flow>() for numbers known at run time; C++17 has no such lambdas.
+// Calls f.template run<tiles>() for a number known at run time; C++17 has no such lambdas.
 template <int kTiles, typename F>
-int with_tiles(int tiles, Flow flow, const F& f) {
+int with_tiles(int tiles, const F& f) {
   if constexpr (kTiles == 0) {
     return kInvalid;
   } else {
-    if (tiles != kTiles) return with_tiles<kTiles - 1>(tiles, flow, f);
-    if (flow == Flow::pipelined) return f.template run<kTiles, Flow::pipelined>();
-    // To compare with, and compiling takes its time: not for all.
-    if constexpr (kTiles == 1 || kTiles >= 8) {
-      return f.template run<kTiles, Flow::two_phases>();
-    } else {
-      return kInvalid;
-    }
+    return tiles == kTiles ? f.template run<kTiles>() : with_tiles<kTiles - 1>(tiles, f);
   }
 }
 
 struct Attend {
   const Args& args;
   void* stream;
-  template <int kTiles, Flow kFlow>
+  template <int kTiles>
   int run() const {
-    return launch_attention<kTiles, kFlow>(args, stream);
+    return launch_attention<kTiles>(args, stream);
   }
 };
 
 struct CountBlocks {
-  template <int kTiles, Flow kFlow>
+  template <int kTiles>
   int run() const {
-    return blocks_per_sm<kTiles, kFlow>();
+    return blocks_per_sm<kTiles>();
   }
 };
 
 // More blocks per tile while there are few tiles.
 int column_groups(int tiles) {
-  int groups = kColumnBlocks;
+  int groups = kColumnPairs;
   while (groups > 1 && groups * tiles > 4096) groups /= 2;
   return groups;
 }
@@ -108,22 +108,23 @@ int launch_combine(const Args& args, int tiles, void* stream) {
                           combine_bytes(args.blocks), stream, args, tiles);
 }
 
-int attend(Args& args, int heads, int max_q, int flow, void* workspace, int64_t workspace_bytes,
+int attend(Args& args, int heads, int max_q, void* workspace, int64_t workspace_bytes,
            void* stream) {
   args.heads_shift = heads_shift_of(heads);
   if (args.heads_shift < 0 || max_q < 1 || max_q > kMaxTail || args.blocks < 1 ||
-      args.min_chunk < 0 || flow < 0 || flow > 1 || !(args.scale_log2 > 0.0f) ||
+      args.min_chunk < 0 || !(args.scale_log2 > 0.0f) ||
       args.kv_row_bytes % 16 != 0 || args.tail_row_bytes % 16 != 0) {
     return kInvalid;
   }
   if (args.bs == 0 || args.tokens == 0) return 0;
   const int tiles = tiles_for(heads, max_q);
-  const int64_t partial = partial_floats(tiles, args.blocks);
-  if (workspace_bytes < 4 * (partial + stats_floats(tiles, args.blocks))) return kInvalid;
-  args.partial = static_cast<float*>(workspace);
-  args.stats = args.partial + partial;
+  const PartSizes sizes(tiles, args.blocks);
+  if (workspace_bytes < sizes.all()) return kInvalid;
+  args.partial = workspace;
+  args.stats = reinterpret_cast<float*>(static_cast<char*>(workspace) + sizes.partial);
+  args.scales = args.stats + sizes.stats / 4;
   const Attend attend{args, stream};
-  if (int error = with_tiles<kMaxTiles>(tiles, static_cast<Flow>(flow), attend)) return error;
+  if (int error = with_tiles<kMaxTiles>(tiles, attend)) return error;
   return launch_combine(args, tiles, stream);
 }
 
@@ -141,20 +142,19 @@ constexpr float kLog2E = 1.44269504088896341f;
 // the number of multiprocessors it is the `blocks` to launch with. 0: the device refuses.
 extern "C" int overstory_attention_blocks_per_sm(int heads, int max_q) {
   using namespace overstory::mla;
-  return with_tiles<kMaxTiles>(tiles_for(heads, max_q), Flow::pipelined, CountBlocks{});
+  return with_tiles<kMaxTiles>(tiles_for(heads, max_q), CountBlocks{});
 }
 
 // Bytes of workspace that a launch with these numbers needs.
 extern "C" int overstory_attention_workspace(int heads, int max_q, int blocks) {
   using namespace overstory::mla;
-  const int tiles = tiles_for(heads, max_q);
-  return static_cast<int>(4 * (partial_floats(tiles, blocks) + stats_floats(tiles, blocks)));
+  return static_cast<int>(PartSizes(tiles_for(heads, max_q), blocks).all());
 }
 
 // Attention of each request's rows to its prefix and, by mask, to its own rows (the tail).
 //
 // Shapes and layouts as in reference/attention.py; q, kv, tail, out bf16; widths 576 and 512. Row
-// strides in elements; rows of kv and tail begin at multiples of 16 bytes, those of q of 4.
+// strides in elements; rows of kv and tail begin at multiples of 16 bytes, so do rows of q.
 //   tail         null: the tail's keys are in kv at out_cache_loc; else row i is the key of token i
 //   *_bytes      4 or 8: the integer type of the array before
 //   kv_indices   slots (not pages)
@@ -165,7 +165,6 @@ extern "C" int overstory_attention_workspace(int heads, int max_q, int blocks) {
 //   max_q        no request has more rows, 1..64
 //   blocks       of the attention kernel
 //   min_chunk    granules of 16 keys that a block takes at least; 0: chosen on the device
-//   flow         a Flow (mla_layout.cuh); two_phases with 1, 8 or 9 tiles only
 // Rows of tokens that no request owns become 0 (lse -inf).
 extern "C" int overstory_verify_attention(
     const void* q, int64_t q_token_stride, int64_t q_head_stride, const void* kv,
@@ -174,7 +173,7 @@ extern "C" int overstory_verify_attention(
     int qo_indptr_bytes, const void* out_cache_loc, int out_cache_loc_bytes,
     const void* mask_bytes, const void* mask_indptr, const void* mask_words, int causal, void* out,
     void* lse, void* workspace, int64_t workspace_bytes, int bs, int tokens, int heads, int max_q,
-    float scale, int blocks, int min_chunk, int flow, void* stream) {
+    float scale, int blocks, int min_chunk, void* stream) {
   using namespace overstory::mla;
   Args args{};
   args.q = q;
@@ -206,7 +205,7 @@ extern "C" int overstory_verify_attention(
   args.tokens = tokens;
   args.blocks = blocks;
   args.min_chunk = min_chunk;
-  return attend(args, heads, max_q, flow, workspace, workspace_bytes, stream);
+  return attend(args, heads, max_q, workspace, workspace_bytes, stream);
 }
 
 // One row per request, which sees all of its slots; arguments as above.
@@ -214,7 +213,7 @@ extern "C" int overstory_decode_attention(
     const void* q, int64_t q_token_stride, int64_t q_head_stride, const void* kv,
     int64_t kv_row_stride, const void* kv_indptr, int kv_indptr_bytes, const void* kv_indices,
     int kv_indices_bytes, void* out, void* lse, void* workspace, int64_t workspace_bytes, int bs,
-    int heads, float scale, int blocks, int min_chunk, int flow, void* stream) {
+    int heads, float scale, int blocks, int min_chunk, void* stream) {
   using namespace overstory::mla;
   Args args{};
   args.q = q;
@@ -234,5 +233,5 @@ extern "C" int overstory_decode_attention(
   args.tokens = bs;
   args.blocks = blocks;
   args.min_chunk = min_chunk;
-  return attend(args, heads, 1, flow, workspace, workspace_bytes, stream);
+  return attend(args, heads, 1, workspace, workspace_bytes, stream);
 }

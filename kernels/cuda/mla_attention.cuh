@@ -5,7 +5,8 @@
 //   outputs  O^T [values, rows] += V^T [512, keys] P^T [keys, rows],   V = K[:, :512]
 // So no row is padded beyond 8, Q and O live in registers, and shared memory holds keys alone,
 // which serve both products. Warp w multiplies scores over the columns [144 (w & 3), +144) for one
-// half of the tiles, and owns the output columns [64 w, +64) of all tiles.
+// half of the tiles (of an odd one each half takes a part of the columns), and owns the output
+// columns [64 w, +64) of all tiles.
 #pragma once
 
 #include "mla_keys.cuh"
@@ -50,20 +51,16 @@ __device__ __forceinline__ void load_visible(const Args& args, const Piece& piec
   }
 }
 
-template <int kTiles, int kStages, Flow kFlow>
+template <int kTiles, int kStages>
 struct Block {
-  using L = Layout<kTiles, kStages, kFlow>;
-  // Granules that are copied to L2 ahead of those that are copied to shared memory: with three
-  // stages those alone would wait for memory.
-  static constexpr int kAhead = kStages <= 3 ? 2 : 0;
-
+  using L = Layout<kTiles, kStages>;
   char* shared;
   int own_warp;                                // ptx::warp(), known to be the same in all lanes
-  float o[kTiles][4][4];                       // O^T fragments: 4 blocks of 16 columns
-  uint32_t q[kStepsQK][L::kPairs + 1][2];      // Q^T fragments, the odd tile's last
-  float4 state;                                // of the tile `own_tile`
-  float4 own_part;                             // of its scores
-  int ring = 0;  // pipelined: stage of the granule at hand, + kStages every other time around
+  float o[kTiles][4][4];                   // O^T fragments: 4 blocks of 16 columns
+  uint32_t q[kStepsQK][L::kPairs + 1][2];  // Q^T fragments, the odd tile's last
+  float4 state;                            // of the tile `own_tile`
+  float2 odd_state;                        // of the row `warp` of the odd tile
+  float4 own_part;                         // of the scores of the tile `own_tile`
 
   __device__ __forceinline__ static int thread() {
     return L::kTight ? ptx::computed_here(ptx::thread()) : ptx::thread();
@@ -79,26 +76,10 @@ struct Block {
 
   __device__ __forceinline__ Piece& piece() const { return *at<Piece>(L::kPiece); }
   __device__ __forceinline__ int half() const { return warp() >> 2; }
-  // The tile whose maxima and sums this warp keeps, if it has one.
+  // The tile whose maxima and sums this warp keeps, if it has one. Of the odd tile it keeps those of
+  // row `warp`.
   __device__ __forceinline__ int own_tile() const { return half() * L::kPairs + (warp() & 3); }
-  __device__ __forceinline__ bool has_tile() const {
-    return (warp() & 3) < L::kPairs + (L::kOdd && !L::kFull ? half() : 0);
-  }
-
-  // Queries of this lane's row of a tile, from this lane's first column; null for no row.
-  __device__ __forceinline__ const uint16_t* query(const Args& args, int tile) const {
-    const int row = piece().first_row + tile * 8 + (lane() >> 2);
-    const int token = row >> args.heads_shift;
-    if (token >= piece().tokens) return nullptr;
-    const int head = row & ((1 << args.heads_shift) - 1);
-    return static_cast<const uint16_t*>(args.q) +
-           (piece().first_token + token) * args.q_token_stride + head * args.q_head_stride +
-           (warp() & 3) * 144 + (lane() & 3) * 2;
-  }
-
-  __device__ __forceinline__ static uint32_t load_pair(const uint16_t* from, int column) {
-    return from == nullptr ? 0 : *reinterpret_cast<const uint32_t*>(from + column);
-  }
+  __device__ __forceinline__ bool has_tile() const { return (warp() & 3) < L::kPairs; }
 
   // Places of queries in shared memory: 0.. of the odd tile, or -1 for those in registers.
   __device__ __forceinline__ static constexpr int place_of(int step, int j) {
@@ -108,36 +89,87 @@ struct Block {
     return j == L::kPairs - 1 && spared >= 0 ? kStepsOdd + spared : -1;
   }
 
-  __device__ __forceinline__ void keep_query(int step, int j, uint32_t low, uint32_t high) {
-    if (place_of(step, j) >= 0) {
-      at<uint2>(L::kQueries)[place_of(step, j) * kThreads + thread()] = make_uint2(low, high);
-    } else {
-      q[step][j][0] = low, q[step][j][1] = high;
-    }
-  }
-
   // A warp's j-th tile of its half: that which it owns, if it does, is the first.
   __device__ __forceinline__ int tile_of(int j) const {
-    if (!L::kOwn) return j;
     const int tile = (warp() & 3) + j;
     return L::kPairs == 4 ? tile & 3 : tile % (L::kPairs > 0 ? L::kPairs : 1);
   }
 
-  __device__ __forceinline__ void load_pair_queries(const Args& args, int j) {
-    const uint16_t* from = query(args, half() * L::kPairs + tile_of(j));
-    OVERSTORY_UNROLL
-    for (int step = 0; step < kStepsQK; ++step) {
-      keep_query(step, j, load_pair(from, step * 16), load_pair(from, step * 16 + 8));
+  // Bytes from this warp's first column to those of a step. The halves take the steps in an order
+  // of their own, so that the first five are those in which they multiply the odd tile.
+  __device__ __forceinline__ int column_of(int step) const {
+    return (warp() & 3) * 288 + step * 32 +
+           half() * (step < kStepsQK - kStepsOdd ? kStepsOdd : kStepsOdd - kStepsQK) * 32;
+  }
+
+  // ---- queries: by copies to shared memory, where keys will be, and from there as fragments
+
+  __device__ __forceinline__ static char* query_row(char* shared, int row) {
+    return L::kFull && row >= 64 ? shared + L::kMaxima + (row - 64) * kRowBytes
+                                 : shared + L::kStaged + row * kRowBytes;
+  }
+
+  // Rows of tokens that there are not become zeros.
+  __device__ __forceinline__ void stage_queries(const Args& args) const {
+    constexpr int kParts = kKeyBytes / 16, kAtATime = kThreads / kParts;
+    const int part = thread() % kParts, tokens = piece().tokens;
+    const uint16_t* q = static_cast<const uint16_t*>(args.q) + part * 8 +
+                        piece().first_token * args.q_token_stride;
+    if (thread() < kAtATime * kParts) {
+#ifndef OVERSTORY_SIM
+#pragma unroll 4
+#endif
+      for (int i = thread() / kParts; i < L::kRows; i += kAtATime) {
+        const int row = piece().first_row + i, token = row >> args.heads_shift;
+        const int head = row & ((1 << args.heads_shift) - 1);
+        const bool valid = token < tokens;
+        const uint16_t* from = valid ? q + token * args.q_token_stride + head * args.q_head_stride : q;
+        ptx::cp_async_16(query_row(shared, i) + part * 16, from, valid);
+      }
+    }
+    ptx::cp_async_commit();
+  }
+
+  // Steps `step` and `step + 1` (if there is one) of a tile.
+  __device__ __forceinline__ void load_queries(int tile, int step, bool two, uint32_t (&first)[2],
+                                               uint32_t (&second)[2]) const {
+    const char* from = query_row(shared, tile * 8 + (lane() & 7)) + column_of(step);
+    if (two) {
+      uint32_t r[4];
+      ptx::ldmatrix_x4(r, from + (lane() >> 3) * 16);
+      first[0] = r[0], first[1] = r[1], second[0] = r[2], second[1] = r[3];
+    } else {
+      ptx::ldmatrix_x2(first, from + ((lane() >> 3) & 1) * 16);
     }
   }
 
-  __device__ __forceinline__ void load_odd_queries(const Args& args) {
-    const uint16_t* from = query(args, kTiles - 1);
+  __device__ __forceinline__ void load_queries() {
+    uint32_t none[2];
     OVERSTORY_UNROLL
-    for (int step = 0; step < kStepsOdd; ++step) {
-      const int column = (half() == 0 ? step : step + kStepsOdd) * 16;
-      const uint16_t* own = column < kStepsQK * 16 ? from : nullptr;
-      keep_query(step, L::kPairs, load_pair(own, column), load_pair(own, column + 8));
+    for (int j = 0; j <= L::kPairs; ++j) {
+      const bool odd = j == L::kPairs;
+      if (odd && !L::kOdd) continue;
+      const int tile = odd ? kTiles - 1 : half() * L::kPairs + tile_of(j);
+      OVERSTORY_UNROLL
+      for (int step = 0; step < (odd ? kStepsOdd : kStepsQK); step += 2) {
+        const bool two = step + 1 < (odd ? kStepsOdd : kStepsQK);
+        load_queries(tile, step, two, q[step][j], two ? q[step + 1][j] : none);
+      }
+    }
+    // Nine steps: the second half has none for its fifth.
+    if (L::kOdd && half() != 0) q[kStepsOdd - 1][L::kPairs][0] = q[kStepsOdd - 1][L::kPairs][1] = 0;
+  }
+
+  // Those that registers do not hold; each thread reads its own.
+  __device__ __forceinline__ void spare_queries() const {
+    OVERSTORY_UNROLL
+    for (int j = 0; j <= L::kPairs; ++j) {
+      OVERSTORY_UNROLL
+      for (int step = 0; step < (j < L::kPairs ? kStepsQK : kStepsOdd); ++step) {
+        if (place_of(step, j) < 0) continue;
+        at<uint2>(L::kQueries)[place_of(step, j) * kThreads + thread()] =
+            make_uint2(q[step][j][0], q[step][j][1]);
+      }
     }
   }
 
@@ -152,200 +184,222 @@ struct Block {
     }
   }
 
-  // Maxima of the rows 2t and 2t + 1 of a tile, and what this lane has added of their sums.
-  __device__ __forceinline__ float4 load_state(int tile) const {
-    return L::kTight ? at<float4>(L::kStates)[tile * 32 + lane()] : state;
+  // Maxima of the rows 2t and 2t + 1 of the own tile, and what this lane has added of their sums.
+  __device__ __forceinline__ float4 load_state() const {
+    if (!L::kTight) return state;
+    const float2 m = at<float2>(L::kMaxima)[own_tile() * 4 + (lane() & 3)];
+    const float2 l = at<float2>(L::kSums)[own_tile() * 32 + lane()];
+    return make_float4(m.x, m.y, l.x, l.y);
   }
-  __device__ __forceinline__ void store_state(int tile, const float (&m)[2], const float (&l)[2]) {
+  __device__ __forceinline__ void store_state(const float (&m)[2], const float (&l)[2]) {
     state = make_float4(m[0], m[1], l[0], l[1]);
-    if (L::kTight) at<float4>(L::kStates)[tile * 32 + lane()] = state;
+    if (!L::kTight) return;
+    if (lane() < 4) at<float2>(L::kMaxima)[own_tile() * 4 + lane()] = make_float2(m[0], m[1]);
+    at<float2>(L::kSums)[own_tile() * 32 + lane()] = make_float2(l[0], l[1]);
   }
 
-  // This warp's part of the scores of its half's tiles (kPaired) and of the odd tile (kOdd), to
-  // shared memory as the lanes hold it. Of the odd tile the first half of the warps multiplies the
-  // first five steps, the second half the others.
-  template <int kHalf, bool kPaired, bool kOdd>
+  // This warp's part of the scores of its half's tiles and of the odd tile, to shared memory.
   __device__ __forceinline__ void multiply_scores(const char* keys) {
-    constexpr int kBegin = kPaired || kHalf == 0 ? 0 : kStepsOdd;
-    constexpr int kEnd = kPaired || kHalf == 1 ? kStepsQK : kStepsOdd;
+    constexpr int kSteps = L::kPairs > 0 ? kStepsQK : kStepsOdd;
     float s[L::kPairs + 1][4], other[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     OVERSTORY_UNROLL
     for (int j = 0; j <= L::kPairs; ++j) {
       OVERSTORY_UNROLL
       for (int e = 0; e < 4; ++e) s[j][e] = 0.0f;
     }
-    const char* from = keys + (lane() & 15) * kRowBytes + (lane() >> 4) * 16 + (warp() & 3) * 288;
+    const char* from = keys + (lane() & 15) * kRowBytes + (lane() >> 4) * 16;
     uint32_t a[2][4];
-    ptx::ldmatrix_x4(a[kBegin % 2], from + kBegin * 32);
+    ptx::ldmatrix_x4(a[0], from + column_of(0));
     OVERSTORY_UNROLL
-    for (int step = kBegin; step < kEnd; ++step) {
+    for (int step = 0; step < kSteps; ++step) {
       // The next keys are on their way while these are multiplied: no other warp hides the wait.
-      if (step + 1 < kEnd) ptx::ldmatrix_x4(a[(step + 1) % 2], from + (step + 1) * 32);
-      if (kPaired) {
-        OVERSTORY_UNROLL
-        for (int j = 0; j < L::kPairs; ++j) multiply_keys(s[j], a[step % 2], step, j);
-      }
-      const int odd_step = step - kHalf * kStepsOdd;
-      if (kOdd && odd_step >= 0 && odd_step < kStepsOdd) {
+      if (step + 1 < kSteps) ptx::ldmatrix_x4(a[(step + 1) % 2], from + column_of(step + 1));
+      OVERSTORY_UNROLL
+      for (int j = 0; j < L::kPairs; ++j) multiply_keys(s[j], a[step % 2], step, j);
+      if (L::kOdd && step < kStepsOdd) {
         // On its own, one chain of products would wait on itself: two, added below.
-        const bool second = !(kPaired && L::kPairs > 0) && step % 2 != 0;
-        multiply_keys(second ? other : s[L::kPairs], a[step % 2], odd_step, L::kPairs);
+        const bool second = L::kPairs == 0 && step % 2 != 0;
+        multiply_keys(second ? other : s[L::kPairs], a[step % 2], step, L::kPairs);
       }
     }
     float4* to = at<float4>(L::kScores) + lane();
-    if (kPaired) {
-      OVERSTORY_UNROLL
-      for (int j = 0; j < L::kPairs; ++j) {
-        const float4 part = make_float4(s[j][0], s[j][1], s[j][2], s[j][3]);
-        const int columns = warp() & 3, tile = tile_of(j);
-        if (L::kOwn && j == 0) {
-          own_part = part;
-          if (L::kPairs == 4 || columns < L::kPairs) continue;
-        }
-        // Any place of the tile's that no other warp takes.
-        const int place = !L::kOwn           ? columns
-                          : L::kPairs == 4 ? j - 1
-                          : columns > tile ? columns - 1
-                                           : columns;
-        to[((kHalf * L::kPairs + tile) * L::kParts + place) * 32] = part;
-      }
-    }
-    if (kOdd) {
-      const float* last = s[L::kPairs];
-      to[(L::kPairs * 2 * L::kParts + warp()) * 32] = make_float4(
-          last[0] + other[0], last[1] + other[1], last[2] + other[2], last[3] + other[3]);
-    }
-  }
-
-  // Scores of a tile: this lane has keys g and g + 8, rows 2t and 2t + 1 (g = lane / 4, t = lane % 4).
-  __device__ __forceinline__ float4 add_parts(int tile, bool odd) const {
-    const float4* from = at<float4>(L::kScores) + tile * L::kParts * 32 + lane();
-    float4 s = L::kOwn && !odd ? own_part : from[0];
     OVERSTORY_UNROLL
-    for (int part = 0; part < 8; ++part) {
-      if (part == 0 && (!L::kOwn || odd)) continue;
-      if (part >= L::kParts && !odd) break;
-      const float4 more = from[part * 32];
-      s.x += more.x, s.y += more.y, s.z += more.z, s.w += more.w;
+    for (int j = 0; j < L::kPairs; ++j) {
+      const float4 part = make_float4(s[j][0], s[j][1], s[j][2], s[j][3]);
+      const int columns = warp() & 3, tile = tile_of(j);
+      if (j == 0) {
+        own_part = part;
+        if (L::kPairs == 4 || columns < L::kPairs) continue;
+      }
+      // Any place of the tile's that no other warp takes.
+      const int place = L::kPairs == 4 ? j - 1 : columns > tile ? columns - 1 : columns;
+      to[((half() * L::kPairs + tile) * L::kParts + place) * 32] = part;
     }
-    return s;
+    if (L::kOdd) {
+      const float* last = s[L::kPairs];
+      const int g = lane() >> 2, t = lane() & 3;
+      at<float4>(L::kScores)[L::kPairs * 2 * L::kParts * 32 + warp() * 32 + odd_place(g, t)] =
+          L::kPairs > 0 ? make_float4(last[0], last[1], last[2], last[3])
+                        : make_float4(last[0] + other[0], last[1] + other[1], last[2] + other[2],
+                                      last[3] + other[3]);
+    }
+  }
+  // Of keys g and g + 8 and rows 2t and 2t + 1 in a part of the odd tile: few bank conflicts in
+  // either order.
+  __device__ __forceinline__ static int odd_place(int g, int t) { return t * 8 + (g ^ t); }
+
+  // ---- weights 2^(score - maximum), to shared memory in bf16; maxima and sums go on
+
+  // Of a tile: this lane has keys g and g + 8, rows 2t and 2t + 1 (g = lane / 4, t = lane % 4).
+  struct Scores {
+    float4 s;
+    float top[2];
+  };
+  __device__ __forceinline__ void add_parts(Scores& own) const {
+    const float4* from = at<float4>(L::kScores) + own_tile() * L::kParts * 32 + lane();
+    own.s = own_part;
+    OVERSTORY_UNROLL
+    for (int part = 0; part < L::kParts; ++part) {
+      const float4 more = from[part * 32];
+      own.s.x += more.x, own.s.y += more.y, own.s.z += more.z, own.s.w += more.w;
+    }
+  }
+  __device__ __forceinline__ void begin_maxima(Scores& own) const {
+    own.top[0] = fmaxf(own.s.x, own.s.z), own.top[1] = fmaxf(own.s.y, own.s.w);
+    find_maxima<4>(own);
+  }
+  template <int kStep>
+  __device__ __forceinline__ static void find_maxima(Scores& own) {
+    own.top[0] = fmaxf(own.top[0], ptx::shfl_xor(own.top[0], kStep));
+    own.top[1] = fmaxf(own.top[1], ptx::shfl_xor(own.top[1], kStep));
   }
 
-  __device__ __forceinline__ void mask_scores(const Args& args, int granule,
-                                              int tile, float4& s) const {
+  // A row's maximum and what this lane has of its sum, for a granule whose scores reach `top`.
+  struct Row {
+    float m, l, factor;
+    bool moves;
+    __device__ __forceinline__ void see(float top) {
+      moves = top > m + kSlack;
+      factor = 1.0f;
+      if (!moves) return;
+      factor = ptx::exp2_fast(m - top);
+      m = top;
+      l *= factor;
+    }
+    // Nothing seen: all scores are -inf, and so must the exponents be.
+    __device__ __forceinline__ float base() const { return m == kMinusInfinity ? 0.0f : m; }
+  };
+
+  __device__ __forceinline__ void weigh(const Args& args, int parity, const Scores& own) {
+    const int tile = own_tile();
+    const float4 before = load_state();
+    Row row[2] = {{before.x, before.z, 1.0f, false}, {before.y, before.w, 1.0f, false}};
+    OVERSTORY_UNROLL
+    for (int c = 0; c < 2; ++c) row[c].see(own.top[c] * args.scale_log2);
+    const float base[2] = {row[0].base(), row[1].base()};
+    const uint32_t near =
+        ptx::pack_bf16x2(ptx::exp2_fast(fmaf(own.s.x, args.scale_log2, -base[0])),
+                         ptx::exp2_fast(fmaf(own.s.y, args.scale_log2, -base[1])));
+    const uint32_t far =
+        ptx::pack_bf16x2(ptx::exp2_fast(fmaf(own.s.z, args.scale_log2, -base[0])),
+                         ptx::exp2_fast(fmaf(own.s.w, args.scale_log2, -base[1])));
+    uint32_t* to = at<uint32_t>(L::kWeights + parity * L::kWeightBytes) + tile * 64 + lane();
+    to[0] = near;
+    to[32] = far;
+    const bool moved = ptx::any(row[0].moves || row[1].moves);
+    if (lane() == 0) at<uint8_t>(L::kMoved)[parity * 16 + tile] = moved ? 1 : 0;
+    if (lane() < 4) {
+      at<float2>(L::kScaling)[(parity * kTiles + tile) * 4 + lane()] =
+          make_float2(row[0].factor, row[1].factor);
+    }
+    // The sums of what the product will use: of the rounded weights.
+    row[0].l += ptx::bits_float(near << 16) + ptx::bits_float(far << 16);
+    row[1].l += ptx::bits_float(near & 0xffff0000u) + ptx::bits_float(far & 0xffff0000u);
+    const float m[2] = {row[0].m, row[1].m}, l[2] = {row[0].l, row[1].l};
+    store_state(m, l);
+  }
+
+  // Of the odd tile each warp has the row of its number: a lane the key lane % 16, of which the lower
+  // lanes add four parts and the upper ones the others.
+  __device__ __forceinline__ float add_odd_parts() const {
+    const int row = warp(), key = lane() & 15;
+    const float* from = at<float>(L::kScores + L::kPairs * 2 * L::kParts * kFragmentBytes) +
+                        (lane() >> 4) * 4 * 128 + odd_place(key & 7, row >> 1) * 4 +
+                        (key >> 3) * 2 + (row & 1);
+    return (from[0] + from[128]) + (from[256] + from[384]);
+  }
+  __device__ __forceinline__ void weigh_odd(const Args& args, int parity, float score, float top) {
+    const float2 before = load_odd_state();
+    Row row{before.x, before.y, 1.0f, false};
+    row.see(top * args.scale_log2);
+    const float weight = ptx::exp2_fast(fmaf(score, args.scale_log2, -row.base()));
+    const uint16_t rounded = ptx::float_to_bf16(weight);
+    if (lane() < 16) {
+      at<uint16_t>(L::kWeights + parity * L::kWeightBytes)[(kTiles - 1) * 128 + lane() * 8 +
+                                                           warp()] = rounded;
+    }
+    if (lane() == 0) {
+      at<uint8_t>(L::kMoved)[parity * 16 + 8 + warp()] = row.moves ? 1 : 0;
+      at<float>(L::kScaling)[(parity * kTiles + kTiles - 1) * 8 + warp()] = row.factor;
+    }
+    const float added = ptx::bf16_to_float(rounded);
+    row.l += added + ptx::shfl_xor(added, 8);
+    store_odd_state(row.m, row.l);
+  }
+  __device__ __forceinline__ float2 load_odd_state() const {
+    if (!L::kTight) return odd_state;
+    return make_float2(at<float>(L::kOddStates)[warp()],
+                       at<float>(L::kOddStates)[8 + warp() * 8 + (lane() & 7)]);
+  }
+  __device__ __forceinline__ void store_odd_state(float m, float l) {
+    odd_state = make_float2(m, l);
+    if (!L::kTight) return;
+    if (lane() < 8) at<float>(L::kOddStates)[8 + warp() * 8 + lane()] = l;
+    if (lane() == 0) at<float>(L::kOddStates)[warp()] = m;
+  }
+
+  __device__ __forceinline__ void mask_own(const Args& args, int count, float4& s) const {
     const int first = piece().first_row >> args.heads_shift;
-    const int row = piece().first_row + tile * 8 + (lane() & 3) * 2;
-    const int token = row >> args.heads_shift;
-    const uint64_t word =
-        token < piece().tokens ? at<uint64_t>(L::kVisible)[token - first] : 0;
+    const int row = piece().first_row + own_tile() * 8 + (lane() & 3) * 2;
+    const uint64_t word = seen_by(args, row, first);
     const int key = lane() >> 2;
-    mask_key(granule, key, word, s.x, s.y);
-    mask_key(granule, key + 8, word, s.z, s.w);
+    mask_key(count, key, word, s.x, s.y);
+    mask_key(count, key + 8, word, s.z, s.w);
   }
-
-  __device__ __forceinline__ void mask_key(int granule, int key, uint64_t word,
+  __device__ __forceinline__ void mask_odd(const Args& args, int count, float& score) const {
+    const int first = piece().first_row >> args.heads_shift;
+    const int row = piece().first_row + (kTiles - 1) * 8 + warp();
+    float same = score;
+    mask_key(count, lane() & 15, seen_by(args, row, first), score, same);
+  }
+  __device__ __forceinline__ uint64_t seen_by(const Args& args, int row, int first) const {
+    const int token = row >> args.heads_shift;
+    return token < piece().tokens ? at<uint64_t>(L::kVisible)[token - first] : 0;
+  }
+  __device__ __forceinline__ void mask_key(int count, int key, uint64_t word,
                                            float& first, float& second) const {
-    const int index = granule * kGranule + key;
+    const int index = (piece().begin + count) * kGranule + key;
     const int tail = index - piece().prefix;
     const bool seen = index < piece().keys && (tail < 0 || ((word >> tail) & 1) != 0);
     if (!seen) {
       first = second = kMinusInfinity;
-    } else if (at<uint8_t>(L::kBroken)[granule % 2 * 16 + key] != 0) {
+    } else if (at<uint8_t>(L::kBroken)[(count & 1) * 16 + key] != 0) {
       first = second = __builtin_nanf("");
     }
   }
 
-  // Weights 2^(score - maximum) of `tile` and the odd one (kCount 2), to shared memory in bf16; their
-  // maxima and sums go on. Two tiles go side by side, because each waits on itself.
-  template <bool kTail, int kCount>
-  __device__ __forceinline__ void softmax(const Args& args, int granule, int first, bool odd) {
-    const int parity = granule & 1;
-    float4 s[kCount];
-    float top[kCount][2], factor[kCount][2];
-    OVERSTORY_UNROLL
-    for (int k = 0; k < kCount; ++k) {
-      const int tile = k == 0 ? first : kTiles - 1;
-      s[k] = add_parts(tile, k > 0 || odd);
-      if (kTail) mask_scores(args, granule, tile, s[k]);
-      top[k][0] = fmaxf(s[k].x, s[k].z), top[k][1] = fmaxf(s[k].y, s[k].w);
-    }
-    OVERSTORY_UNROLL
-    for (int step = 4; step < 32; step *= 2) {
-      OVERSTORY_UNROLL
-      for (int k = 0; k < kCount; ++k) {
-        top[k][0] = fmaxf(top[k][0], ptx::shfl_xor(top[k][0], step));
-        top[k][1] = fmaxf(top[k][1], ptx::shfl_xor(top[k][1], step));
-      }
-    }
-    OVERSTORY_UNROLL
-    for (int k = 0; k < kCount; ++k) {
-      const int tile = k == 0 ? first : kTiles - 1;
-      const float4 before = load_state(tile);
-      float m[2] = {before.x, before.y}, l[2] = {before.z, before.w};
-      bool moves[2];
-      OVERSTORY_UNROLL
-      for (int c = 0; c < 2; ++c) {
-        top[k][c] *= args.scale_log2;
-        moves[c] = top[k][c] > m[c] + kSlack;
-        factor[k][c] = 1.0f;
-        if (moves[c]) {
-          factor[k][c] = ptx::exp2_fast(m[c] - top[k][c]);
-          m[c] = top[k][c];
-          l[c] *= factor[k][c];
-        }
-      }
-      // A row that has seen nothing: all scores are -inf, and so must the exponents be.
-      const float base[2] = {m[0] == kMinusInfinity ? 0.0f : m[0],
-                             m[1] == kMinusInfinity ? 0.0f : m[1]};
-      const uint32_t near =
-          ptx::pack_bf16x2(ptx::exp2_fast(fmaf(s[k].x, args.scale_log2, -base[0])),
-                           ptx::exp2_fast(fmaf(s[k].y, args.scale_log2, -base[1])));
-      const uint32_t far =
-          ptx::pack_bf16x2(ptx::exp2_fast(fmaf(s[k].z, args.scale_log2, -base[0])),
-                           ptx::exp2_fast(fmaf(s[k].w, args.scale_log2, -base[1])));
-      uint32_t* to = at<uint32_t>(L::kWeights + parity * L::kWeightBytes) + tile * 64 + lane();
-      to[0] = near;
-      to[32] = far;
-      const bool moved = ptx::any(moves[0] || moves[1]);
-      if (lane() == 0) at<uint8_t>(L::kMoved)[parity * 16 + tile] = moved ? 1 : 0;
-      if (moved && lane() < 4) {
-        at<float2>(L::kScaling)[(parity * kTiles + tile) * 4 + lane()] =
-            make_float2(factor[k][0], factor[k][1]);
-      }
-      // The sums of what the product will use: of the rounded weights.
-      l[0] += ptx::bits_float(near << 16) + ptx::bits_float(far << 16);
-      l[1] += ptx::bits_float(near & 0xffff0000u) + ptx::bits_float(far & 0xffff0000u);
-      store_state(tile, m, l);
-    }
-  }
-
-  // A tile for each warp of a half; the odd tile, of the second half, for the warp that is left or
-  // with another.
-  template <int kHalf, bool kTail>
-  __device__ __forceinline__ void softmax_half(const Args& args, int granule) {
-    const int j = warp() & 3, tile = kHalf * L::kPairs + j;
-    constexpr bool kWithOdd = L::kOdd && kHalf == 1;
-    if (L::kFull && kWithOdd && j == 0) {
-      softmax<kTail, 2>(args, granule, tile, false);
-    } else if (j < L::kPairs) {
-      softmax<kTail, 1>(args, granule, tile, false);
-    } else if (!L::kFull && kWithOdd && j == L::kPairs) {
-      softmax<kTail, 1>(args, granule, tile, true);
-    }
-  }
-
-  __device__ __forceinline__ bool any_moved(const uint8_t* moved) const {
-    const uint2 tiles = *reinterpret_cast<const uint2*>(moved);
-    bool any = (tiles.x | (kTiles > 4 ? tiles.y : 0)) != 0;
-    if (kTiles > 8) any |= moved[8] != 0;
-    return any;
-  }
-
   // O of the tiles whose maxima moved to the new maxima.
-  __device__ __forceinline__ void rescale(const uint8_t* moved, const float2* scaling) {
+  __device__ __forceinline__ void rescale(int parity) {
+    const uint2* moved = at<uint2>(L::kMoved + parity * 16);
+    const uint2 paired = moved[0], odd = L::kOdd ? moved[1] : make_uint2(0, 0);
+    if ((paired.x | paired.y | odd.x | odd.y) == 0) return;
+    const float2* scaling = at<float2>(L::kScaling) + parity * kTiles * 4;
     OVERSTORY_UNROLL
     for (int tile = 0; tile < kTiles; ++tile) {
-      if (moved[tile] == 0) continue;
+      const bool is_odd = L::kOdd && tile == kTiles - 1;
+      const uint32_t flag =
+          is_odd ? odd.x | odd.y : (tile < 4 ? paired.x : paired.y) >> (tile & 3) * 8 & 0xff;
+      if (flag == 0) continue;
       const float2 factor = scaling[tile * 4 + (lane() & 3)];
       OVERSTORY_UNROLL
       for (int block = 0; block < 4; ++block) {
@@ -355,36 +409,59 @@ struct Block {
     }
   }
 
-  __device__ __forceinline__ void multiply_values(const char* keys, int granule) {
-    const int parity = granule & 1;
+  // Values of a granule: this warp's 64 columns, or half of them where registers are scarce.
+  static constexpr int kBlocks = kTiles >= kWarps ? 2 : 4;
+  struct Values {
+    uint32_t v[kBlocks][4];
+  };
+  __device__ __forceinline__ void load_values(const char* keys, int first, Values& values) const {
     const int matrix = lane() >> 3;
     const char* from = keys + ((lane() & 7) + (matrix >> 1) * 8) * kRowBytes +
-                       (matrix & 1) * 16 + warp() * 128;
-    uint32_t v[4][4];
+                       (matrix & 1) * 16 + warp() * 128 + first * 32;
     OVERSTORY_UNROLL
-    for (int block = 0; block < 4; ++block) ptx::ldmatrix_x4_trans(v[block], from + block * 32);
-    // After those: the branch waits for them all the same.
-    const uint8_t* moved = at<uint8_t>(L::kMoved) + parity * 16;
-    if (any_moved(moved)) rescale(moved, at<float2>(L::kScaling) + parity * kTiles * 4);
+    for (int block = 0; block < kBlocks; ++block) {
+      ptx::ldmatrix_x4_trans(values.v[block], from + block * 32);
+    }
+  }
+  // O of the tiles from kFirst (even) to kLast in those columns, for the weights of a parity.
+  template <int kFirst, int kLast, int kFirstBlock>
+  __device__ __forceinline__ void multiply_tiles(const Values& values, int parity) {
     const char* weights = at<char>(L::kWeights + parity * L::kWeightBytes);
     OVERSTORY_UNROLL
-    for (int tile = 0; tile + 1 < kTiles; tile += 2) {
+    for (int tile = kFirst; tile < kLast && tile < kTiles; tile += 2) {
       uint32_t p[4];
-      ptx::ldmatrix_x4_trans(p, weights + tile * 256 + lane() * 16);
+      if (tile + 1 < kTiles) {
+        ptx::ldmatrix_x4_trans(p, weights + tile * 256 + lane() * 16);
+      } else {
+        uint32_t last[2];
+        ptx::ldmatrix_x2_trans(last, weights + tile * 256 + (lane() & 15) * 16);
+        p[0] = last[0], p[1] = last[1];
+      }
       const uint32_t first[2] = {p[0], p[1]}, second[2] = {p[2], p[3]};
       OVERSTORY_UNROLL
-      for (int block = 0; block < 4; ++block) {
-        ptx::mma_bf16_m16n8k16(o[tile][block], v[block], first);
-        ptx::mma_bf16_m16n8k16(o[tile + 1][block], v[block], second);
+      for (int block = 0; block < kBlocks; ++block) {
+        ptx::mma_bf16_m16n8k16(o[tile][kFirstBlock + block], values.v[block], first);
+        if (tile + 1 < kTiles) {
+          ptx::mma_bf16_m16n8k16(o[tile + 1 < kTiles ? tile + 1 : tile][kFirstBlock + block],
+                                 values.v[block], second);
+        }
       }
     }
-    if (L::kOdd) {
-      uint32_t p[2];
-      ptx::ldmatrix_x2_trans(p, weights + (kTiles - 1) * 256 + (lane() & 15) * 16);
-      OVERSTORY_UNROLL
-      for (int block = 0; block < 4; ++block) {
-        ptx::mma_bf16_m16n8k16(o[kTiles - 1][block], v[block], p);
-      }
+  }
+  // The fifths of the work on a granule's values, to be done between other things.
+  template <int kPart>
+  __device__ __forceinline__ void multiply_values(const char* keys, int parity, Values& values) {
+    if constexpr (kBlocks == 4) {
+      if (kPart == 0) load_values(keys, 0, values), rescale(parity);
+      multiply_tiles<kPart * 2, kPart * 2 + 2, 0>(values, parity);
+    } else {
+      if (kPart == 0) load_values(keys, 0, values), rescale(parity);
+      if (kPart == 0) multiply_tiles<0, 4, 0>(values, parity);
+      if (kPart == 1) multiply_tiles<4, kTiles, 0>(values, parity);
+      if (kPart == 2) load_values(keys, 2, values);
+      if (kPart == 2) multiply_tiles<0, 4, 2>(values, parity);
+      if (kPart == 3) multiply_tiles<4, 8, 2>(values, parity);
+      if (kPart == 4) multiply_tiles<8, kTiles, 2>(values, parity);
     }
   }
 
@@ -399,64 +476,54 @@ struct Block {
     }
   }
 
-  // Before the first granule: queries of the pairs from `first` on, state, masks.
-  __device__ __forceinline__ void prepare(const Args& args, int first) {
-    OVERSTORY_UNROLL
-    for (int j = first; j < L::kPairs; ++j) load_pair_queries(args, j);
-    if (L::kOdd) load_odd_queries(args);
+  __device__ __forceinline__ void clear_states() {
     const float high[2] = {kMinusInfinity, kMinusInfinity}, sum[2] = {0.0f, 0.0f};
-    if (has_tile()) store_state(own_tile(), high, sum);
-    if (L::kFull && warp() == 4) store_state(kTiles - 1, high, sum);
+    if (has_tile()) store_state(high, sum);
+    if (L::kOdd) store_odd_state(kMinusInfinity, 0.0f);
     if (thread() < 32) at<uint8_t>(L::kMoved)[thread()] = 0;
-    if (piece().end * kGranule > piece().prefix) {
-      load_visible<kTiles>(args, piece(), thread(), at<uint64_t>(L::kVisible));
+    // Before the first granule there are values of none: its own ones, times 0.
+    for (int i = thread(); i < L::kWeightBytes / 4; i += kThreads) {
+      at<uint32_t>(L::kWeights + L::kWeightBytes)[i] = 0;
     }
   }
 
-  // ---- one barrier a granule
+  // ---- the granules
   //
-  // Between two barriers a warp multiplies values of the granule before and makes weights of this
-  // one; halves in different order, so that one half waits on its softmax while the other keeps the
-  // tensor cores busy:
-  //   first half    scores (i), | softmax (i), values (i - 1)
-  //   second half   values (i - 1), scores (i), | softmax (i)       |: a barrier of the half alone
+  // Between two barriers of the block a warp multiplies scores of granule i and values of granule
+  // i - 1. The latter hide what the former wait for: other warps' parts of the scores, shuffles,
+  // exponentials.
 
-  __device__ __forceinline__ int ring_stage(int ahead) const {
-    const int at = ring + ahead;
-    return at >= 2 * kStages ? at - 2 * kStages : at >= kStages ? at - kStages : at;
-  }
-  __device__ __forceinline__ uint64_t* landed(int i) const { return at<uint64_t>(L::kLanded) + i; }
-  __device__ __forceinline__ void wait_for_keys() const {
-    ptx::mbarrier_wait(landed(ring_stage(0)), ring >= kStages ? 1 : 0);
+  // Stage of granule number `count` of the piece.
+  __device__ __forceinline__ char* stage_of(int count) const {
+    return stage(static_cast<int>(static_cast<uint32_t>(count) % kStages));
   }
 
-  // Each warp fetches the keys 2w and 2w + 1 of a granule. Its lanes hold the addresses of those of
-  // 16 granules, found eight granules or more ahead: lane / 2 is a granule's number modulo 16.
+  // Each warp fetches the keys 2w and 2w + 1 of a granule. Its lanes hold where those of 16 granules
+  // are, found eight granules or more ahead: lane / 2 is a granule's number modulo 16.
   __device__ __forceinline__ int locate_ahead(const Args& args, int first) const {
     const int granule = piece().begin + first + (lane() >> 1);
     const int key = granule * kGranule + warp() * 2 + (lane() & 1);
     return locate_key(args, piece(), key);
   }
-  __device__ __forceinline__ static bool holds(int count) {
-    return ((lane() >> 1) ^ (count & 15)) == 0;
+  // Of the key that this lane copies a part of: the lower 16 lanes the first, the others the second.
+  __device__ __forceinline__ static int located(int count, int ahead) {
+    return ptx::shfl(ahead, ((count & 15) << 1) | (lane() >> 4));
   }
 
   // Granule number `count` of the piece, to its stage, which has been free since a barrier.
-  __device__ __forceinline__ void fetch(const Args& args, int count, int to,
-                                        int& ahead) const {
-    if (holds(count)) {
-      fetch_key(stage(to) + (warp() * 2 + (lane() & 1)) * kRowBytes, row_of(args, ahead),
-                landed(to));
-    }
+  __device__ __forceinline__ void fetch(const Args& args, int count, int& ahead) const {
+    load_key(args, stage_of(count), located(count, ahead), thread());
     if ((count & 7) == 7) {
       // The lanes of the last eight granules go on to those 16 later.
       const int first = count + ((count & 8) == 0 ? 9 : 1);
       if (((lane() >> 4) != 0) == ((count & 8) != 0)) ahead = locate_ahead(args, first);
     }
   }
-  __device__ __forceinline__ static void prefetch(const Args& args, int count,
-                                                      int ahead) {
-    if (holds(count) && ahead != kNoKey) ptx::bulk_prefetch(row_of(args, ahead), kKeyBytes);
+  __device__ __forceinline__ static void prefetch(const Args& args, int count, int ahead) {
+    const int where = located(count, ahead), line = lane() & 15;
+    if (line < kKeyBytes / 128 && where != kNoKey) {
+      ptx::prefetch_l2(row_of(args, where) + line * 128);
+    }
   }
 
   // `count` granules of the piece lie before the one at hand, and `end` is their number in all.
@@ -464,194 +531,131 @@ struct Block {
                                               int& ahead) const {
     if (count < 2) return;  // all stages have been filled already
     const int next = count + kStages - 2;
-    if (kAhead > 0 && next + kAhead < end) prefetch(args, next + kAhead, ahead);
-    if (next < end) fetch(args, next, ring_stage(kStages - 2), ahead);
-  }
-
-  __device__ __forceinline__ void begin_pipelined(const Args& args, int count,
-                                                  int& ahead) {
-    ahead = locate_ahead(args, 0);
-    OVERSTORY_UNROLL
-    for (int i = 0; i < kStages; ++i) {
-      if (i < count) fetch(args, i, ring_stage(i), ahead);
-    }
-    OVERSTORY_UNROLL
-    for (int i = kStages; i < kStages + kAhead; ++i) {
-      if (i < count) prefetch(args, i, ahead);
-    }
-    prepare(args, 0);
-    ptx::sync_block();
-    clear_outputs();
-  }
-
-  template <int kHalf>
-  __device__ __forceinline__ void score_half() {
-    // Nine tiles' scores at a time would be some registers too many.
-    constexpr bool kTogether = L::kOdd && !L::kFull;
-    const char* keys = stage(ring_stage(0));
-    if (L::kPairs > 0 || kTogether) multiply_scores<kHalf, (L::kPairs > 0), kTogether>(keys);
-    if (L::kFull) multiply_scores<kHalf, false, true>(keys);
-    // The second half adds up the odd tile, with parts of both.
-    if (kHalf == 0) {
-      if (L::kOdd) ptx::arrive_named(2, kThreads);
-      if (L::kPairs > 0) ptx::sync_named(1, kThreads / 2);
-    } else {
-      ptx::sync_named(2, L::kOdd ? kThreads : kThreads / 2);
-    }
-  }
-
-  struct Range {
-    int begin, plain_end, end;
-  };
-  __device__ __forceinline__ Range range() const {
-    return {piece().begin, piece().plain_end, piece().end};
-  }
-
-  template <bool kTail>
-  __device__ __forceinline__ void step_pipelined(const Args& args, int granule, const Range& kept,
-                                                 int& ahead) {
-    const Range now = L::kTight ? range() : kept;
-    fetch_ahead(args, granule - now.begin, now.end - now.begin, ahead);
-    if (kTail) {
-      wait_for_keys();
-      isolate(granule, ring_stage(0));
-    }
-    const char* before = stage(ring_stage(kStages - 1));
-    if (half() == 0) {
-      if (!kTail) wait_for_keys();
-      score_half<0>();
-      softmax_half<0, kTail>(args, granule);
-      if (granule > now.begin) multiply_values(before, granule - 1);
-    } else {
-      if (granule > now.begin) multiply_values(before, granule - 1);
-      if (!kTail) wait_for_keys();
-      score_half<1>();
-      softmax_half<1, kTail>(args, granule);
-    }
-    ptx::sync_block();
-    ring = ring + 1 == 2 * kStages ? 0 : ring + 1;
-  }
-
-  __device__ __forceinline__ void run_pipelined(const Args& args) {
-    int ahead;
-    begin_pipelined(args, piece().end - piece().begin, ahead);
-    // Again and again from shared memory where registers are scarce.
-    const Range kept = range();
-    const auto now = [&] { return L::kTight ? range() : kept; };
-    int granule = kept.begin;
-    for (; granule < now().plain_end; ++granule) step_pipelined<false>(args, granule, kept, ahead);
-    for (; granule < now().end; ++granule) step_pipelined<true>(args, granule, kept, ahead);
-    multiply_values(stage(ring_stage(kStages - 1)), granule - 1);
-  }
-
-  // ---- two barriers a granule
-  //
-  // Two phases of equal length, in which one half of the warps waits on its softmax while the other
-  // keeps the tensor cores busy:
-  //             first half of the warps          second half
-  //   phase 1   weights of its tiles             scores of its tiles
-  //             values of the granule before     values of the granule before
-  //   phase 2   scores of its tiles, one on      weights of its tiles
-
-  // The first granules on their way: slots first, keys as soon as those are there, and meanwhile
-  // the first queries.
-  __device__ __forceinline__ void begin_phases(const Args& args, int granule, int& where) {
-    const int key = granule * kGranule + (thread() >> 4);
-    int first[kStages - 1];
-    OVERSTORY_UNROLL
-    for (int i = 0; i < kStages - 1; ++i) {
-      first[i] = locate_key(args, piece(), key + i * kGranule);
-    }
-    where = locate_key(args, piece(), key + (kStages - 1) * kGranule);
-    if (L::kPairs > 0) load_pair_queries(args, 0);
-    OVERSTORY_UNROLL
-    for (int i = 0; i < kStages - 1; ++i) {
-      if (granule + i < piece().end) load_key(args, stage(i), first[i], thread());
-      ptx::cp_async_commit();
-    }
-    prepare(args, 1);
-  }
-
-  // This thread's key of a granule to its stage, which has been free since a barrier; `where` it
-  // is, and then where its key of the next granule is.
-  __device__ __forceinline__ void load_ahead(const Args& args, int granule, int to, int& where) {
-    if (granule < piece().end) {
-      load_key(args, stage(to), where, thread());
-      where = locate_key(args, piece(), (granule + 1) * kGranule + (thread() >> 4));
-    }
+    if (next < end) fetch(args, next, ahead);
     ptx::cp_async_commit();
   }
 
-  // `now`: the granule's stage.
-  template <bool kTail>
-  __device__ __forceinline__ void step_phases(const Args& args, int granule, int& now,
-                                              int& where) {
-    if (half() == 0) {
-      if (L::kOdd) multiply_scores<0, false, true>(stage(now));
-      softmax_half<0, kTail>(args, granule);
-    } else {
-      // Nine tiles' scores at a time would be some registers too many.
-      multiply_scores<1, true, L::kOdd && !L::kFull>(stage(now));
-      if (L::kFull) multiply_scores<1, false, true>(stage(now));
+  // The first keys and the queries. Keys go at once to the stages that no query is put in; the
+  // others to L2, and from there to their stages as soon as the queries are in registers.
+  __device__ __forceinline__ void begin(const Args& args, int count, int& ahead) {
+    ahead = locate_ahead(args, 0);
+    stage_queries(args);
+    OVERSTORY_UNROLL
+    for (int i = 0; i < L::kEarly; ++i) {
+      if (i < count) fetch(args, i, ahead);
+      ptx::cp_async_commit();
     }
-    const int before = now == 0 ? kStages - 1 : now - 1;
-    if (granule > piece().begin) multiply_values(stage(before), granule - 1);
-    ptx::cp_async_wait<kStages - 3>();
-    ptx::sync_block();  // the next granule is there; the stage before is free
-    const int after = now + 1 == kStages ? 0 : now + 1;
-    const bool more = granule + 1 < piece().end;
-    if (more) isolate_in_tail(granule + 1, after);
-    load_ahead(args, granule + kStages - 1, before, where);
-    if (half() == 0) {
-      if (more) multiply_scores<0, true, false>(stage(after));
-    } else {
-      softmax_half<1, kTail>(args, granule);
+    OVERSTORY_UNROLL
+    for (int i = L::kEarly; i < kStages; ++i) {
+      if (i < count) prefetch(args, i, ahead);
     }
+    if (piece().end * kGranule > piece().prefix) {
+      load_visible<kTiles>(args, piece(), thread(), at<uint64_t>(L::kVisible));
+    }
+    ptx::cp_async_wait<L::kEarly>();
     ptx::sync_block();
-    now = after;
+    load_queries();
+    ptx::sync_block();
+    OVERSTORY_UNROLL
+    for (int i = L::kEarly; i < kStages; ++i) {
+      if (i < count) fetch(args, i, ahead);
+      ptx::cp_async_commit();
+    }
+    spare_queries();
+    clear_states();
+    clear_outputs();
+    ptx::cp_async_wait<kStages - 1>();
+    ptx::sync_block();
+  }
+
+  // All parts of the scores that this warp adds up are there.
+  __device__ __forceinline__ void wait_for_parts() const {
+    if (L::kOdd) {
+      ptx::sync_named(1, kThreads);
+    } else if (half() == 0) {
+      ptx::sync_named(1, kThreads / 2);
+    } else {
+      ptx::sync_named(2, kThreads / 2);
+    }
+  }
+
+  // Of the piece: how many granules hold keys of the prefix only, and how many there are.
+  struct Counts {
+    int plain, all;
+  };
+  __device__ __forceinline__ Counts counts() const {
+    return {piece().plain_end - piece().begin, piece().end - piece().begin};
+  }
+
+  // When it begins, granule `count` is in shared memory for all; when it ends, the next one is.
+  template <bool kTail>
+  __device__ __forceinline__ void step(const Args& args, int count, int& ahead) {
+    fetch_ahead(args, count, counts().all, ahead);
+    if (kTail) isolate(count);
+    const int parity = count & 1, before = parity ^ 1;
+    multiply_scores(stage_of(count));
+    Values values;
+    const char* keys = stage_of(count > 0 ? count - 1 : 0);
+    multiply_values<0>(keys, before, values);
+    wait_for_parts();
+    const bool owns = L::kPairs == 4 || has_tile();
+    Scores own;
+    float odd = 0.0f, top = 0.0f;
+    if (owns) add_parts(own);
+    if (L::kOdd) odd = add_odd_parts();
+    multiply_values<1>(keys, before, values);
+    if (L::kOdd) odd += ptx::shfl_xor(odd, 16);
+    if (kTail && owns) mask_own(args, count, own.s);
+    if (kTail && L::kOdd) mask_odd(args, count, odd);
+    if (owns) begin_maxima(own);
+    if (L::kOdd) top = fmaxf(odd, ptx::shfl_xor(odd, 8));
+    multiply_values<2>(keys, before, values);
+    if (owns) find_maxima<8>(own);
+    if (L::kOdd) top = fmaxf(top, ptx::shfl_xor(top, 4));
+    multiply_values<3>(keys, before, values);
+    if (owns) find_maxima<16>(own);
+    if (L::kOdd) top = fmaxf(top, ptx::shfl_xor(top, 2));
+    multiply_values<4>(keys, before, values);
+    if (L::kOdd) top = fmaxf(top, ptx::shfl_xor(top, 1));
+    if (owns) weigh(args, parity, own);
+    if (L::kOdd) weigh_odd(args, parity, odd, top);
+    ptx::cp_async_wait<kStages - 3>();
+    ptx::sync_block();
+  }
+
+  __device__ __forceinline__ void multiply_keys_and_values(const Args& args) {
+    int ahead;
+    begin(args, counts().all, ahead);
+    int count = 0;
+    for (; count < counts().plain; ++count) step<false>(args, count, ahead);
+    for (; count < counts().all; ++count) step<true>(args, count, ahead);
+    Values values;
+    const int parity = (count - 1) & 1;
+    const char* keys = stage_of(count - 1);
+    multiply_values<0>(keys, parity, values);
+    multiply_values<1>(keys, parity, values);
+    multiply_values<2>(keys, parity, values);
+    multiply_values<3>(keys, parity, values);
+    multiply_values<4>(keys, parity, values);
   }
 
   // Before anybody reads a granule of the tail, a barrier on its own.
-  __device__ __forceinline__ void isolate(int granule, int at_stage) {
-    isolate_broken_keys(piece(), granule, stage(at_stage), thread(),
-                        at<uint8_t>(L::kBroken) + granule % 2 * 16);
+  __device__ __forceinline__ void isolate(int count) {
+    isolate_broken_keys(piece(), piece().begin + count, stage_of(count), thread(),
+                        at<uint8_t>(L::kBroken) + (count & 1) * 16);
     ptx::sync_block();
-  }
-  __device__ __forceinline__ void isolate_in_tail(int granule, int at_stage) {
-    if (granule >= piece().prefix / kGranule) isolate(granule, at_stage);
-  }
-
-  __device__ __forceinline__ void run_phases(const Args& args) {
-    int granule = piece().begin;
-    int where;
-    begin_phases(args, granule, where);
-    ptx::cp_async_wait<kStages - 2>();
-    ptx::sync_block();
-    isolate_in_tail(granule, 0);
-    if (half() == 0) multiply_scores<0, true, false>(stage(0));
-    ptx::sync_block();
-    clear_outputs();
-    int now = 0;
-    for (; granule < piece().plain_end; ++granule) step_phases<false>(args, granule, now, where);
-    for (; granule < piece().end; ++granule) step_phases<true>(args, granule, now, where);
-    multiply_values(stage(now == 0 ? kStages - 1 : now - 1), granule - 1);
-    ptx::cp_async_wait<0>();
   }
 
   // The piece in shared memory.
   __device__ __forceinline__ void run(const Args& args) {
-    if constexpr (kFlow == Flow::pipelined) {
-      run_pipelined(args);
-    } else {
-      run_phases(args);
-    }
+    multiply_keys_and_values(args);
     finish(args);
   }
 
-  // Sums over the lanes, then what becomes of the tile's rows: reciprocals for `write_rows`, or
-  // maxima and sums for the combining kernel.
-  __device__ __forceinline__ void finish_tile(const Args& args, int tile) const {
-    const float4 own = load_state(tile);
+  // Sums over the lanes, then what becomes of the rows: reciprocals for `write_rows`, or maxima and
+  // sums for the combining kernel.
+  __device__ __forceinline__ void finish_tile(const Args& args) const {
+    const float4 own = load_state();
     const float m[2] = {own.x, own.y};
     float l[2] = {own.z, own.w};
     OVERSTORY_UNROLL
@@ -660,31 +664,80 @@ struct Block {
       l[1] += ptx::shfl_xor(l[1], step);
     }
     if (lane() >= 4) return;
-    const int pair = tile * 4 + lane();
+    OVERSTORY_UNROLL
+    for (int c = 0; c < 2; ++c) finish_row(args, own_tile() * 8 + lane() * 2 + c, m[c], l[c]);
+  }
+  __device__ __forceinline__ void finish_odd_row(const Args& args) const {
+    const float2 own = load_odd_state();
+    float l = own.y;
+    OVERSTORY_UNROLL
+    for (int step = 1; step < 8; step *= 2) l += ptx::shfl_xor(l, step);
+    if (lane() == 0) finish_row(args, (kTiles - 1) * 8 + warp(), own.x, l);
+  }
+  __device__ __forceinline__ void finish_row(const Args& args, int row, float m, float l) const {
     if (piece().whole == 0) {
-      float4* to = reinterpret_cast<float4*>(args.stats) + piece().slot * kTiles * 4 + pair;
-      *to = make_float4(m[0], l[0], m[1], l[1]);
+      reinterpret_cast<float2*>(args.stats)[piece().slot * kTiles * 8 + row] = make_float2(m, l);
       return;
     }
-    at<float2>(L::kScaling)[pair] = make_float2(l[0] == 0.0f ? 0.0f : 1.0f / l[0],
-                                               l[1] == 0.0f ? 0.0f : 1.0f / l[1]);
-    const int row = piece().first_row + pair * 2;
-    if (args.lse == nullptr || row >= piece().tokens << args.heads_shift) return;
-    float* lse = args.lse + (int64_t{piece().first_token} << args.heads_shift);
-    lse[row] = natural_lse(m[0], l[0]);
-    lse[row + 1] = natural_lse(m[1], l[1]);
+    at<float>(L::kScaling)[row] = l == 0.0f ? 0.0f : 1.0f / l;
+    const int in_request = piece().first_row + row;
+    if (args.lse == nullptr || in_request >= piece().tokens << args.heads_shift) return;
+    args.lse[(int64_t{piece().first_token} << args.heads_shift) + in_request] = natural_lse(m, l);
   }
 
+  // In half precision, times a power of two that is this warp's own: of the 29 powers of two that
+  // are normal numbers, the largest sum takes the last.
   __device__ __forceinline__ void write_partial(const Args& args) const {
-    float4* to = reinterpret_cast<float4*>(args.partial) +
-                 (int64_t{piece().slot} * kTiles * kColumnBlocks + warp() * 4) * 32 +
-                 lane();
+    const int exponent = scale_exponent(largest());
+    const float scale = ptx::bits_float(static_cast<uint32_t>(127 + exponent) << 23);
+    if (lane() == 0) {
+      args.scales[int64_t{piece().slot} * kWarps + warp()] =
+          ptx::bits_float(static_cast<uint32_t>(127 - exponent) << 23);
+    }
+    uint4* to = static_cast<uint4*>(args.partial) +
+                (int64_t{piece().slot} * kTiles * kColumnPairs + warp() * 2) * 32 + lane();
+    OVERSTORY_UNROLL
+    for (int tile = 0; tile < kTiles; ++tile) {
+      OVERSTORY_UNROLL
+      for (int pair = 0; pair < 2; ++pair) {
+        const float* a = o[tile][pair * 2];
+        const float* b = o[tile][pair * 2 + 1];
+        to[(tile * kColumnPairs + pair) * 32] =
+            make_uint4(ptx::pack_f16x2(a[0] * scale, a[1] * scale),
+                       ptx::pack_f16x2(a[2] * scale, a[3] * scale),
+                       ptx::pack_f16x2(b[0] * scale, b[1] * scale),
+                       ptx::pack_f16x2(b[2] * scale, b[3] * scale));
+      }
+    }
+  }
+
+  // Of the finite sums that this warp has, as bits of a float.
+  __device__ __forceinline__ uint32_t largest() const {
+    float most = 0.0f;
+    for_sums([&](float v) { most = fmaxf(most, fabsf(v)); });  // not NaN
+    uint32_t bits = ptx::warp_max(ptx::float_bits(most));
+    if (bits >= 0x7f800000u) {
+      most = 0.0f;
+      for_sums([&](float v) {
+        if (fabsf(v) < __builtin_huge_valf()) most = fmaxf(most, fabsf(v));
+      });
+      bits = ptx::warp_max(ptx::float_bits(most));
+    }
+    return bits;
+  }
+  // Of the power of two that takes it to [2^14, 2^15).
+  __device__ __forceinline__ static int scale_exponent(uint32_t bits) {
+    const int exponent = 14 + 127 - static_cast<int>(bits >> 23);
+    return exponent < 126 ? exponent : 126;
+  }
+  template <typename F>
+  __device__ __forceinline__ void for_sums(const F& f) const {
     OVERSTORY_UNROLL
     for (int tile = 0; tile < kTiles; ++tile) {
       OVERSTORY_UNROLL
       for (int block = 0; block < 4; ++block) {
-        const float* v = o[tile][block];
-        to[(tile * kColumnBlocks + block) * 32] = make_float4(v[0], v[1], v[2], v[3]);
+        OVERSTORY_UNROLL
+        for (int e = 0; e < 4; ++e) f(o[tile][block][e]);
       }
     }
   }
@@ -716,8 +769,8 @@ struct Block {
 
   __device__ __forceinline__ void finish(const Args& args) {
     ptx::sync_block();  // nobody needs the scaling of the last granule any more
-    if (has_tile()) finish_tile(args, own_tile());
-    if (L::kFull && warp() == 4) finish_tile(args, kTiles - 1);
+    if (has_tile()) finish_tile(args);
+    if (L::kOdd) finish_odd_row(args);
     if (piece().whole == 0) return write_partial(args);
     ptx::sync_block();
     write_rows(args);
@@ -755,7 +808,7 @@ __device__ __forceinline__ void make_piece(const Args& args, int tiles, int unit
   ptx::sync_block();
 }
 
-template <int kTiles, int kStages, Flow kFlow>
+template <int kTiles, int kStages>
 __global__ void __launch_bounds__(kThreads, kTiles <= 3 ? 2 : 1) attention(const Args args) {
   ptx::pdl_launch_dependents();
   int total = 0, ignored = 0;
@@ -764,13 +817,9 @@ __global__ void __launch_bounds__(kThreads, kTiles <= 3 ? 2 : 1) attention(const
   const int begin = ptx::block() * chunk;
   const int end = begin + chunk < total ? begin + chunk : total;
   if (begin >= end) return;
-  Block<kTiles, kStages, kFlow> block;
+  Block<kTiles, kStages> block;
   block.shared = ptx::shared_memory<char>();
   block.own_warp = ptx::shfl(ptx::warp(), 0);
-  if (kFlow == Flow::pipelined && ptx::thread() == 0) {
-    for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(block.landed(i), kGranule);
-    ptx::mbarrier_fence_init();
-  }
   Piece& piece = block.piece();
   make_piece(args, kTiles, begin, end, piece);
   while (true) {

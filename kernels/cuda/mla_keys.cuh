@@ -50,22 +50,6 @@ __device__ __forceinline__ const char* row_of(const Args& args, int where) {
 
 constexpr int kKeyBytes = 2 * kWidth;
 
-// A key by the copy engine, by the one thread that knows where it is; null for no key: zeros,
-// because a weight of 0 does not silence NaN. `landed` waits for an arrival for each key.
-__device__ __forceinline__ void fetch_key(char* to, const char* key, uint64_t* landed) {
-  if (__builtin_expect(key != nullptr, 1)) {
-    ptx::mbarrier_arrive_expect(landed, kKeyBytes);
-    ptx::bulk_copy(to, key, kKeyBytes, landed);
-    return;
-  }
-  OVERSTORY_KEEP_LOOP
-  for (int part = 0; part < kKeyBytes / 16; ++part) {
-    reinterpret_cast<uint4*>(to)[part] = make_uint4(0, 0, 0, 0);
-  }
-  ptx::fence_bulk();  // before a later granule
-  ptx::mbarrier_arrive_expect(landed, 0);
-}
-
 // This thread's part (16 threads a key) of a granule, by copies of all threads; zeros where there is
 // no key. `where`: of the key granule * 16 + thread / 16.
 __device__ __forceinline__ void load_key(const Args& args, char* stage, int where, int thread) {
@@ -102,7 +86,6 @@ __device__ __forceinline__ void isolate_broken_keys(const Piece& piece, int gran
     for (int i = 0; i < (part < 8 ? 5 : 4); ++i) {
       *reinterpret_cast<uint4*>(row + i * 256) = make_uint4(0, 0, 0, 0);
     }
-    ptx::fence_bulk();
   }
   if (part == 0) broken[key] = key_bad ? 1 : 0;
 }

@@ -108,8 +108,8 @@ __device__ __forceinline__ Place find_place(const Args& args, int tiles, int wan
 }
 
 // What writing a part of an item and adding it up costs, in the time that a granule takes: about so
-// much for each tile. From an H200 at nine tiles: 0.04 to 0.09 us a part; and the shares that were
-// fastest there, 2 granules of 65 and 4 of 513.
+// much for each tile, and for eight at least, because few tiles wait as long. From an H200: the
+// shares that were fastest there are 2 granules of 65 and 4 of 513 at nine tiles, 4 of 513 at one.
 constexpr float kPartCost = 0.004f;
 
 // Units per block: an even share, but not so few that parts cost more than they save. A block
@@ -117,7 +117,8 @@ constexpr float kPartCost = 0.004f;
 // sqrt(cost * total).
 __device__ __forceinline__ int chunk_of(const Args& args, int tiles, int total_units) {
   const int even = ceil_div(total_units, args.blocks);
-  const float best = sqrtf(kPartCost * static_cast<float>(tiles) * static_cast<float>(total_units));
+  const float cost = kPartCost * static_cast<float>(tiles < 8 ? 8 : tiles);
+  const float best = sqrtf(cost * static_cast<float>(total_units));
   const int wanted = best > 1.0f ? static_cast<int>(best + 0.5f) : 1;
   const int least = args.min_chunk > 0 ? args.min_chunk : wanted;
   return even > least ? even : least;

@@ -11,7 +11,7 @@ from overstory.kernels import reference
 from .attention_checks import check_decode, check_kernel_limits, check_verify
 from .choice import launch, library_for
 from .registry import register
-from .schedule import FLOWS, Schedule, default_schedule, workspace_bytes
+from .schedule import Schedule, default_schedule, workspace_bytes
 
 MAX_ROWS = 64
 """Rows of a request, at most."""
@@ -66,10 +66,10 @@ def verify_attention(
     if out is None:
         out = q.new_empty(q.shape[0], q.shape[1], v_head_dim)
     rows = min(q.shape[0], MAX_ROWS) if max_q is None else max_q
-    blocks, min_chunk, flow = _numbers(schedule)
+    blocks, min_chunk = _numbers(schedule)
     _verify(
         q, kv, qo_indptr, kv_indptr, kv_indices, out_cache_loc, custom_mask, mask_indptr,
-        mask_words, tail, scale, v_head_dim, causal, max(rows, 1), blocks, min_chunk, flow, out,
+        mask_words, tail, scale, v_head_dim, causal, max(rows, 1), blocks, min_chunk, out,
         lse, workspace,
     )  # fmt: skip
     return out
@@ -91,9 +91,9 @@ def decode_attention(
     """`reference.decode_attention`; limits, further arguments and errors as `verify_attention`."""
     if out is None:
         out = q.new_empty(q.shape[0], q.shape[1], v_head_dim)
-    blocks, min_chunk, flow = _numbers(schedule)
+    blocks, min_chunk = _numbers(schedule)
     _decode(
-        q, kv, kv_indptr, kv_indices, scale, v_head_dim, blocks, min_chunk, flow, out, lse,
+        q, kv, kv_indptr, kv_indices, scale, v_head_dim, blocks, min_chunk, out, lse,
         workspace,
     )  # fmt: skip
     return out
@@ -115,17 +115,17 @@ def attention_workspace(
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
-def _numbers(schedule: Schedule | None) -> tuple[int, int, int]:
+def _numbers(schedule: Schedule | None) -> tuple[int, int]:
     if schedule is None:
-        return 0, 0, 0
-    return schedule.blocks, schedule.min_chunk, FLOWS.index(schedule.flow)
+        return 0, 0
+    return schedule.blocks, schedule.min_chunk
 
 
 @register(
     "verify_attention(Tensor q, Tensor kv, Tensor qo_indptr, Tensor kv_indptr, Tensor kv_indices, "
     "Tensor out_cache_loc, Tensor? custom_mask, Tensor? mask_indptr, Tensor? mask_words, "
     "Tensor? tail, float scale, int v_head_dim, bool causal, int max_q, int blocks, "
-    "int min_chunk, int flow, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace) -> ()",
+    "int min_chunk, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace) -> ()",
     check_verify,
 )
 def _verify(
@@ -145,7 +145,6 @@ def _verify(
     max_q: int,
     blocks: int,
     min_chunk: int,
-    flow: int,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     workspace: torch.Tensor | None,
@@ -170,9 +169,7 @@ def _verify(
         return
     check_kernel_limits(q, {"kv": kv, "tail": tail}, scale, v_head_dim)
     heads = q.shape[1]
-    schedule = _schedule(blocks, min_chunk, flow) or default_schedule(
-        library, q.device, heads, max_q
-    )
+    schedule = _schedule(blocks, min_chunk) or default_schedule(library, q.device, heads, max_q)
     if workspace is None:
         size = workspace_bytes(library, heads, max_q, schedule)
         workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
@@ -210,13 +207,12 @@ def _verify(
         scale=scale,
         blocks=schedule.blocks,
         min_chunk=schedule.min_chunk,
-        flow=FLOWS.index(schedule.flow),
     )
 
 
 @register(
     "decode_attention(Tensor q, Tensor kv, Tensor kv_indptr, Tensor kv_indices, float scale, "
-    "int v_head_dim, int blocks, int min_chunk, int flow, Tensor(a!) out, Tensor(b!)? lse, "
+    "int v_head_dim, int blocks, int min_chunk, Tensor(a!) out, Tensor(b!)? lse, "
     "Tensor(c!)? workspace) -> ()",
     check_decode,
 )
@@ -229,7 +225,6 @@ def _decode(
     v_head_dim: int,
     blocks: int,
     min_chunk: int,
-    flow: int,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     workspace: torch.Tensor | None,
@@ -243,7 +238,7 @@ def _decode(
         return
     check_kernel_limits(q, {"kv": kv}, scale, v_head_dim)
     heads = q.shape[1]
-    schedule = _schedule(blocks, min_chunk, flow) or default_schedule(library, q.device, heads, 1)
+    schedule = _schedule(blocks, min_chunk) or default_schedule(library, q.device, heads, 1)
     if workspace is None:
         size = workspace_bytes(library, heads, 1, schedule)
         workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
@@ -269,12 +264,11 @@ def _decode(
         scale=scale,
         blocks=schedule.blocks,
         min_chunk=schedule.min_chunk,
-        flow=FLOWS.index(schedule.flow),
     )
 
 
-def _schedule(blocks: int, min_chunk: int, flow: int) -> Schedule | None:
-    return Schedule(blocks, min_chunk, FLOWS[flow]) if blocks else None
+def _schedule(blocks: int, min_chunk: int) -> Schedule | None:
+    return Schedule(blocks, min_chunk) if blocks else None
 
 
 def _full_mask_of(

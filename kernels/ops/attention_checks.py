@@ -32,7 +32,6 @@ def check_verify(
     max_q: int,
     blocks: int,
     min_chunk: int,
-    flow: int,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     workspace: torch.Tensor | None,
@@ -61,7 +60,7 @@ def check_verify(
         _check_rows("tail", tail, q)
         if tail.shape[0] != tokens:
             raise ValueError(f"tail has {tail.shape[0]} rows; q has {tokens}")
-    numbers = (blocks, min_chunk, flow)
+    numbers = (blocks, min_chunk)
     _check_common(q, kv, kv_indices, scale, v_head_dim, numbers, out, lse, workspace)
 
 
@@ -74,14 +73,13 @@ def check_decode(
     v_head_dim: int,
     blocks: int,
     min_chunk: int,
-    flow: int,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     workspace: torch.Tensor | None,
 ) -> None:
     """Raises ValueError where the arguments of `decode_attention` do not fit."""
     check_tensor("kv_indptr", kv_indptr, [q.shape[0] + 1], INTS, q.device)
-    numbers = (blocks, min_chunk, flow)
+    numbers = (blocks, min_chunk)
     _check_common(q, kv, kv_indices, scale, v_head_dim, numbers, out, lse, workspace)
 
 
@@ -121,7 +119,7 @@ def _check_common(
     kv_indices: torch.Tensor,
     scale: float,
     v_head_dim: int,
-    schedule: tuple[int, int, int],
+    schedule: tuple[int, int],
     out: torch.Tensor,
     lse: torch.Tensor | None,
     workspace: torch.Tensor | None,
@@ -133,7 +131,7 @@ def _check_common(
     tokens, heads, width = q.shape
     check_range("v_head_dim", v_head_dim, 1, width)
     for name, value, most in zip(
-        ("blocks", "min_chunk", "flow"), schedule, (1 << 16, 1 << 16, 1), strict=True
+        ("blocks", "min_chunk"), schedule, (1 << 16, 1 << 16), strict=True
     ):
         check_range(name, value, 0, most)
     _check_rows("kv", kv, q)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -15,10 +14,6 @@ from overstory.kernels.cuda_library import KernelLibrary
 from overstory.kernels.errors import NoDeviceError
 
 _SIMULATED_BLOCKS = 3
-
-Flow = Literal["pipelined", "two_phases"]
-FLOWS: tuple[Flow, ...] = ("pipelined", "two_phases")
-"""In the order of `Flow` in cuda/mla_layout.cuh."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +25,6 @@ class Schedule:
     min_chunk: int
     """Granules of 16 keys that a block takes at least; 0: the kernel weighs the time of a share
     against that of putting the parts together, for the lengths at hand."""
-    flow: Flow = "pipelined"
-    """How a block works through its keys. `two_phases` is the first one that was measured, kept to
-    be compared with: for 1, 8 or 9 tiles (with 8 heads, `max_q` 1, 8, 9, 17, 33 or 64, for
-    instance), other launches are refused as an invalid value."""
 
 
 @functools.cache

@@ -60,7 +60,6 @@ def verify(
     min_chunk: int = 2,
     max_q: int | None = None,
     wide_indptr: bool = False,
-    flow: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp of all tokens."""
     max_q = max_q or case.max_q
@@ -101,7 +100,6 @@ def verify(
         scale=case.scale,
         blocks=blocks,
         min_chunk=min_chunk,
-        flow=flow,
     )
     assert bool((workspace[size:] == POISON).all())
     return out, lse
@@ -113,7 +111,6 @@ def decode(
     blocks: int = 5,
     min_chunk: int = 2,
     with_lse: bool = True,
-    flow: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = len(case.lengths)
     out, lse, workspace, size = outputs(library, tokens, case.heads, 1, blocks)
@@ -137,7 +134,6 @@ def decode(
         scale=case.scale,
         blocks=blocks,
         min_chunk=min_chunk,
-        flow=flow,
     )
     return out, lse
 
@@ -195,15 +191,13 @@ def test_every_number_of_tiles(library: KernelLibrary, q: int) -> None:
     check(verify(library, case, blocks=3), case.expected())
 
 
-@pytest.mark.parametrize(
-    ("q", "flow"), some([(1, 0), (9, 0), (1, 1), (9, 1)], [(8, 1), *((q, 0) for q in range(2, 9))])
-)
-def test_long_enough_to_go_around(library: KernelLibrary, q: int, flow: int) -> None:
+@pytest.mark.parametrize("q", some([1, 9], range(2, 9)))
+def test_long_enough_to_go_around(library: KernelLibrary, q: int) -> None:
     """Around the stages several times, and around the slots that a warp knows ahead; the second
     time for the pieces of a block that follow its first."""
     case = Case([(532, q), (0, 1), (180, max(1, q - 1)), (3, q)], seed=q, tail=random_bits)
-    check(verify(library, case, blocks=1, flow=flow), case.expected())
-    check(verify(library, case, blocks=3, flow=flow), case.expected())
+    check(verify(library, case, blocks=1), case.expected())
+    check(verify(library, case, blocks=3), case.expected())
 
 
 @pytest.mark.parametrize("q", some([17], [33, 63, 64]))
