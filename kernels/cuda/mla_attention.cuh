@@ -194,6 +194,7 @@ struct Block {
   __device__ __forceinline__ void store_state(const float (&m)[2], const float (&l)[2]) {
     state = make_float4(m[0], m[1], l[0], l[1]);
     if (!L::kTight) return;
+    ptx::sync_warp();  // other lanes have read them
     if (lane() < 4) at<float2>(L::kMaxima)[own_tile() * 4 + lane()] = make_float2(m[0], m[1]);
     at<float2>(L::kSums)[own_tile() * 32 + lane()] = make_float2(l[0], l[1]);
   }
@@ -354,6 +355,7 @@ struct Block {
   __device__ __forceinline__ void store_odd_state(float m, float l) {
     odd_state = make_float2(m, l);
     if (!L::kTight) return;
+    ptx::sync_warp();  // other lanes have read them
     if (lane() < 8) at<float>(L::kOddStates)[8 + warp() * 8 + lane()] = l;
     if (lane() == 0) at<float>(L::kOddStates)[warp()] = m;
   }
