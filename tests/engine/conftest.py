@@ -33,8 +33,19 @@ def pair() -> tuple[str, str]:
 def _engines() -> Iterator[dict[str, Any]]:
     held: dict[str, Any] = {}
     yield held
-    if held:
-        held["engine"].close()
+    _close(held)
+
+
+def _close(engines: dict[str, Any]) -> None:
+    if engines:
+        engines.pop("engine").close()
+        engines.clear()
+
+
+@pytest.fixture(scope="module")
+def no_shared_engine(_engines: dict[str, Any]) -> None:
+    """For modules with an engine of their own: SGLang's globals are there for one in a process."""
+    _close(_engines)
 
 
 @pytest.fixture
@@ -47,9 +58,7 @@ def engine(_engines: dict[str, Any], pair: tuple[str, str]) -> Callable[..., Eng
 
     def get(**server_args: Any) -> EngineHarness:
         if _engines.get("arguments") != server_args or not _engines["engine"].alive():
-            if _engines:
-                _engines.pop("engine").close()
-                _engines.clear()
+            _close(_engines)
             _engines["engine"] = EngineHarness(pair[0], **server_args)
             _engines["arguments"] = server_args
         held: EngineHarness = _engines["engine"]
@@ -66,9 +75,7 @@ def engine_tp2(_engines: dict[str, Any], pair: tuple[str, str]) -> Callable[...,
     def get(**server_args: Any) -> EngineHarness:
         wanted = {"tp_size": 2} | server_args
         if _engines.get("arguments") != wanted or not _engines["engine"].alive():
-            if _engines:
-                _engines.pop("engine").close()
-                _engines.clear()
+            _close(_engines)
             _engines["engine"] = Tp2Harness(pair[0], **server_args)
             _engines["arguments"] = wanted
         held: EngineHarness = _engines["engine"]

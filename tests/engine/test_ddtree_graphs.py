@@ -37,7 +37,7 @@ POLICIES = (
 
 
 @pytest.fixture(scope="module")
-def graphed(pair: tuple[str, str]) -> Iterator[EngineHarness]:
+def graphed(pair: tuple[str, str], no_shared_engine: None) -> Iterator[EngineHarness]:
     from harness import EngineHarness
 
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -34,7 +34,7 @@ class Captured:
 
 
 @pytest.fixture(scope="module")
-def captured(pair: tuple[str, str]) -> Iterator[Captured]:
+def captured(pair: tuple[str, str], no_shared_engine: None) -> Iterator[Captured]:
     from harness import EngineHarness
 
     with pytest.MonkeyPatch.context() as monkeypatch:

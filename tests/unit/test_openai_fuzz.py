@@ -67,7 +67,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from(["/v1/completions", "/v1/chat/completions"]),
     st.dictionaries(FIELDS, JSON, max_size=4),
