@@ -30,9 +30,11 @@ USER, USER_KEY = draw_key("ann", "user")
 
 
 class WhichReplica(ScriptedReplica):
-    """Says its process id."""
+    """Says its process id; under way for half a second where the prompt says `<slow>`."""
 
     async def generate(self, call: Any) -> AsyncGenerator[TokenChunk, None]:
+        if "<slow>" in self._tokenizer.decode(call.input_ids):
+            await asyncio.sleep(0.5)
         ids = self._tokenizer.encode(f"{os.getpid()}", special=False)
         yield TokenChunk(ids[: call.sampling.max_new_tokens], {"type": "stop", "matched": None})
 
@@ -162,7 +164,7 @@ def test_many_of_one_session_spread_over_both(secured: DeploymentSpec) -> None:
             headers={"authorization": f"Bearer {USER}"},
             timeout=60,
         ) as client:
-            body = {"model": "secured", "prompt": "p", "prompt_cache_key": "one", "n": 8}
+            body = {"model": "secured", "prompt": "<slow>", "prompt_cache_key": "one", "n": 8}
             answers = await asyncio.gather(
                 *(client.post("/v1/completions", json=body) for _ in range(12))
             )
