@@ -113,7 +113,9 @@ int attend(Args& args, int heads, int max_q, void* workspace, int64_t workspace_
   args.heads_shift = heads_shift_of(heads);
   if (args.heads_shift < 0 || max_q < 1 || max_q > kMaxTail || args.blocks < 1 ||
       args.min_chunk < 0 || !(args.scale_log2 > 0.0f) ||
-      args.kv_row_bytes % 16 != 0 || args.tail_row_bytes % 16 != 0) {
+      args.kv_row_bytes % 16 != 0 || args.tail_row_bytes % 16 != 0 ||
+      reinterpret_cast<uintptr_t>(args.q) % 16 != 0 || args.q_head_stride % 8 != 0 ||
+      (args.tokens > 1 && args.q_token_stride % 8 != 0)) {
     return kInvalid;
   }
   if (args.bs == 0 || args.tokens == 0) return 0;

@@ -10,7 +10,7 @@ WIDTH, VALUES = 576, 512
 """Columns of a key that the kernels are made for, and of a value."""
 HEADS = (2, 4, 8, 16)
 _ROW_BYTES = 16
-"""Rows of the cache begin at multiples of this."""
+"""Rows of the cache and of queries begin at multiples of this."""
 _MOST_BYTES_APART = 1 << 32
 """Rows are less than this apart: the kernels multiply slots by 32 bits."""
 
@@ -102,6 +102,12 @@ def check_kernel_limits(
         raise ValueError(f"{q.shape[1]} heads; the kernels take {HEADS} per rank")
     if not scale > 0:
         raise ValueError(f"scale is {scale}; the kernels want it above 0")
+    strides = [q.stride(d) * q.element_size() for d in (0, 1) if q.shape[d] > 1]
+    if q.data_ptr() % _ROW_BYTES or any(apart % _ROW_BYTES for apart in strides):
+        raise ValueError(
+            f"rows of q are {strides} bytes apart and begin at {q.data_ptr():#x}; the kernels want "
+            f"multiples of {_ROW_BYTES}: q.contiguous() has them"
+        )
     for name, rows in keys.items():
         if rows is None:
             continue

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from overstory.kernels import ops, reference
 from overstory.kernels.errors import NoDeviceError
 from overstory.kernels.ops import choice
+from overstory.kernels.ops.attention_checks import check_kernel_limits
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -209,3 +210,21 @@ def test_torch_knows_what_each_op_writes() -> None:
     for name, arguments in calls.items():
         op = getattr(torch.ops.overstory, name)
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize(
+    "q",
+    [
+        torch.zeros(3, 8, 580, dtype=torch.bfloat16)[..., :576],
+        torch.zeros(3, 8, 584, dtype=torch.bfloat16)[..., 4:580],
+        torch.zeros(3 * 8 * 576 + 3 * 4, dtype=torch.bfloat16).as_strided(
+            (3, 8, 576), (8 * 576 + 4, 576, 1)
+        ),
+    ],
+)
+def test_queries_that_16_byte_copies_cannot_read_are_refused(q: torch.Tensor) -> None:
+    kv = torch.zeros(5, 1, 576, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"rows of q .* multiples of 16: q.contiguous\(\)"):
+        check_kernel_limits(q, {"kv": kv}, 0.1, 512)
+    check_kernel_limits(q.contiguous(), {"kv": kv}, 0.1, 512)
+    check_kernel_limits(torch.zeros(3, 8, 584, dtype=torch.bfloat16)[..., :576], {}, 0.1, 512)
