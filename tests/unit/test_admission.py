@@ -1,16 +1,9 @@
 import asyncio
 
 import pytest
+from fake_clock import Clock
 
 from overstory.orchestrator.admission import Admission, QueueFull, Slot
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 async def _settle() -> None:

@@ -1,23 +1,16 @@
 """What the controller decides, without Ray and with a clock that stands still."""
 
 import pytest
+from fake_clock import Clock
 
 from overstory.orchestrator.controller_state import LOST_KEPT, ControllerState
 from overstory.orchestrator.lease import Command
 from overstory.workers.digest import LinksKept
 
 
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return Clock(100.0)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Which process takes whose place, and when a deployment stops trying."""
 
 import pytest
+from fake_clock import Clock
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -9,14 +10,6 @@ from overstory.orchestrator.replica_health import HealthLimits, State
 
 LIMITS = HealthLimits(restarts=3, proven_s=100, silence_s=1e6)
 WORD = {"forwards": 1, "work": 0, "prefilling": False, "generated": True, "probe_failures": 0}
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import math
 import pickle
 
 import pytest
+from fake_clock import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,14 +15,6 @@ from overstory.orchestrator.lease import (
     LeaseRefused,
     StaleEpoch,
 )
-
-
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture

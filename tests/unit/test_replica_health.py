@@ -1,6 +1,7 @@
 """The state machine of a replica's health: by example, and whatever happens in whatever order."""
 
 import pytest
+from fake_clock import Clock
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -16,17 +17,9 @@ from overstory.orchestrator.replica_health import (
 LIMITS = HealthLimits(suspect_s=10, stall_s=60, silence_s=30, failures=3, restarts=3, proven_s=100)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(1000.0)
 
 
 @pytest.fixture
@@ -213,7 +206,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.clock = Clock()
+        self.clock = Clock(1000.0)
         self.health = ReplicaHealth(LIMITS, self.clock, "r0")
         self.forwards = 0
         self.lives = 0
