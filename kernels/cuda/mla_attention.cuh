@@ -453,11 +453,10 @@ struct Block {
   // The fifths of the work on a granule's values, to be done between other things.
   template <int kPart>
   __device__ __forceinline__ void multiply_values(const char* keys, int parity, Values& values) {
+    if (kPart == 0) load_values(keys, 0, values), rescale(parity);
     if constexpr (kBlocks == 4) {
-      if (kPart == 0) load_values(keys, 0, values), rescale(parity);
       multiply_tiles<kPart * 2, kPart * 2 + 2, 0>(values, parity);
     } else {
-      if (kPart == 0) load_values(keys, 0, values), rescale(parity);
       if (kPart == 0) multiply_tiles<0, 4, 0>(values, parity);
       if (kPart == 1) multiply_tiles<4, kTiles, 0>(values, parity);
       if (kPart == 2) load_values(keys, 2, values);

@@ -95,20 +95,9 @@ OVERSTORY_DEVICE void bulk_copy(void* shared, const void* global, int bytes,
       "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
 }
-/// A copy of them to the L2 cache.
-OVERSTORY_DEVICE void bulk_prefetch(const void* global, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(
-                   __cvta_generic_to_global(global)),
-               "r"(bytes)
-               : "memory");
-}
 /// The 128 bytes around it to the L2 cache, sometime.
 OVERSTORY_DEVICE void prefetch_l2(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(global)) : "memory");
-}
-/// Between this thread's ordinary stores and later bulk copies to the same shared memory.
-OVERSTORY_DEVICE void fence_bulk() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // ---- shuffles and votes: values of 4 or 8 bytes

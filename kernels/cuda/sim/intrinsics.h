@@ -207,16 +207,8 @@ inline void bulk_copy(void* shared, const void* global, int bytes, std::uint64_t
                       Where where = Where::here()) {
   machine.copy_bulk(where, shared, global, bytes, barrier);
 }
-inline void bulk_prefetch(const void* global, int bytes, Where where = Where::here()) {
-  if (reinterpret_cast<std::uintptr_t>(global) % 16 != 0 || bytes % 16 != 0) {
-    machine.fail_at("bulk_prefetch", where, "address or size is not a multiple of 16 bytes");
-  }
-  // Memory that does not exist is a fault on a GPU too.
-  static_cast<void>(*static_cast<const volatile char*>(global));
-}
 /// Memory that does not exist is no fault for this one.
 inline void prefetch_l2(const void* global) { static_cast<void>(global); }
-inline void fence_bulk() {}
 
 inline int atomic_add(int* at, int value) {
   const int before = *at;
