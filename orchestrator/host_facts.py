@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGES = ("overstory", "ray", "sglang", "torch", "transformers")
+_HERE = Path(__file__).resolve().parent
 
 
 def _processor() -> str:
@@ -40,9 +41,21 @@ def _versions() -> dict[str, str]:
     return found
 
 
+def _commit() -> str | None:
+    """Of the checkout that this module is in, with `-dirty` if tracked files differ from it."""
+    command = ("git", "describe", "--always", "--dirty", "--exclude=*")
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=20, check=True, cwd=_HERE
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
 def host_facts() -> dict[str, Any]:
     """`date` (UTC), `command`, `processor`, `cores`, `memory_gib`, `gpus`, `load` (1, 5 and 15
-    minutes), `versions`."""
+    minutes), `versions`, `commit` (None outside a checkout)."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -53,4 +66,5 @@ def host_facts() -> dict[str, Any]:
         "gpus": _gpus(),
         "load": [round(value, 2) for value in os.getloadavg()],
         "versions": _versions(),
+        "commit": _commit(),
     }

@@ -4,16 +4,13 @@
 """
 
 import argparse
-import datetime
 import json
-import os
-import platform
-import sys
 import tempfile
 from pathlib import Path
 
-import ray
 from test_restart_load import Deployed, measure
+
+from overstory.orchestrator.host_facts import host_facts
 
 
 def main() -> None:
@@ -23,6 +20,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--clients", type=int, default=16)
     given = parser.parse_args()
+    host = host_facts()
     with tempfile.TemporaryDirectory() as folder:
         deployed = Deployed(Path(folder))
         try:
@@ -30,12 +28,7 @@ def main() -> None:
         finally:
             deployed.down()
     where = {
-        "command": " ".join(["tests/cluster/measure_restart.py", *sys.argv[1:]]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg(),
-        "ray": ray.__version__,
+        "host": host,
         "model": "overstory-tiny on a CPU, fp32, one rank a replica, trees of 15 nodes",
     }
     given.json.write_text(json.dumps(where | measured, indent=1) + "\n")

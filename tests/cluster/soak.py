@@ -40,6 +40,7 @@ from ray import serve
 from overstory.orchestrator.app import build_app, http_options
 from overstory.orchestrator.cluster import connect
 from overstory.orchestrator.controller_actor import ensure_controller, find_controller
+from overstory.orchestrator.host_facts import host_facts
 from overstory.orchestrator.local_ray import free_port, start_local_ray, stop_local_ray
 from overstory.orchestrator.serving import remove_app
 from overstory.orchestrator.spec import DeploymentSpec
@@ -429,8 +430,9 @@ def main() -> int:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    host = host_facts()
     with deployed(arguments.replicas) as deployment:
-        report = soak(arguments, deployment)
+        report = {"host": host} | soak(arguments, deployment)
     text = json.dumps(report, indent=1)
     if arguments.json:
         arguments.json.write_text(text + "\n")

@@ -6,11 +6,8 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import platform
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ prepare_process("cpu")
 from ddtree_support import policy, random_prompts, server_args  # noqa: E402
 from harness import EngineHarness, Output  # noqa: E402
 
+from overstory.orchestrator.host_facts import host_facts  # noqa: E402
 from overstory.orchestrator.journal import JournalEntry  # noqa: E402
 from overstory.orchestrator.sampling import Sampling  # noqa: E402
 from overstory.workers.tiny.paths import resolve_model  # noqa: E402
@@ -105,9 +103,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=160)
     given = parser.parse_args()
     result = {
-        "command": " ".join(["tests/engine/measure_resume.py", *sys.argv[1:]]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": platform.machine(),
+        "host": host_facts(),
         "model": "overstory-tiny, greedy, trees of 15 nodes, batches of 8",
         **{dtype: measure(dtype, given.sequences) for dtype in ("float32", "bfloat16")},
     }
