@@ -78,6 +78,7 @@ class Controller:
         in_charge: whether this is the deployment's controller beyond doubt; only then it takes back
             a replica that another one attached to. None: it never does.
         draining: whether a replica is to go: its rows are not worth moving.
+        on_report: told the name of a replica whose rank 0 has reported.
     """
 
     def __init__(
@@ -90,10 +91,12 @@ class Controller:
         defrag_below: float = 0.9,
         in_charge: Callable[[], Awaitable[bool]] | None = None,
         draining: Callable[[str], bool] = lambda _: False,
+        on_report: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._ranks = ranks
         self._in_charge = in_charge or _unknown
         self._draining = draining
+        self._on_report = on_report
         self._defrag_every_s = defrag_every_s
         self._defrag_order = DefragOrder(below=defrag_below)
         self._defragmenting: set[str] = set()
@@ -382,6 +385,8 @@ class Controller:
                 raise answer
             if not isinstance(answer, BaseException):
                 reports[rank] = answer
+        if 0 in reports:
+            self._on_report(name)
         verdict = self._state.reported(name, reports)
         if verdict is not None:
             await self._condemn(verdict)

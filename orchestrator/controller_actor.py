@@ -42,14 +42,15 @@ class _ControllerActor:
             defrag_below=defrag_below,
             in_charge=functools.partial(_in_charge, deployment),
             draining=self._draining,
+            on_report=lambda name: self._replicas.fleet.heard(name),
         )
-        self._controller.start()
         self._replicas = FleetWatch(
             Fleet(time.monotonic),
             _actor_names,
             functools.partial(_leaving, deployment),
             functools.partial(_drop_replica, deployment),
         )
+        self._controller.start()
         loop = asyncio.get_running_loop()
         self._looking = loop.create_task(self._replicas.run())
         self._exporting = loop.create_task(keep_exporting(deployment, self._picture))

@@ -253,6 +253,7 @@ class OverstoryEngine(Engine):
         return manager, templates
 
     def _as_step(self, chunk: Mapping[str, Any]) -> dict[str, Any]:
+        self._group.moved()
         meta = chunk["meta_info"]
         reason = meta.get("finish_reason")
         if reason and reason["type"] == "abort":

@@ -92,8 +92,15 @@ class Fleet:
         else:
             health.reported(word["forwards"], word["work"], word["prefilling"])
 
+    def heard(self, name: str) -> None:
+        """A sign of life of it that came another way than its words (a report of its rank). Its
+        words come through Serve's controller, which a busy machine starves first. Unknown names
+        are ignored, here and below."""
+        if slot := self._find(name):
+            slot.health.heard()
+
     def draining(self, name: str, why: str) -> None:
-        """It takes nothing new. Unknown names are ignored, here and below."""
+        """It takes nothing new."""
         if slot := self._find(name):
             slot.health.drain(why)
 

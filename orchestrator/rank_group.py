@@ -77,7 +77,8 @@ class RankPlan:
         environment: more environment variables for the rank processes.
         lease_timeout_s: how long rank 0, with work to do, waits for a late lease.
         start_timeout_s: for imports, weights and process groups together.
-        unresponsive_s: a rank whose control side does not answer for so long is ended.
+        unresponsive_s: a rank whose control side does not answer for so long is ended, unless
+            tokens come: ranks step together, so then none hangs.
     """
 
     deployment: str
@@ -115,6 +116,7 @@ class RankGroup:
         self._watcher: threading.Thread | None = None
         self._ending = threading.Event()
         self._last_seen: dict[int, Mapping[str, Any]] = {}
+        self._moved_s = time.monotonic()
 
     @classmethod
     def launch(cls, plan: RankPlan, placement_group: PlacementGroup | None = None) -> RankGroup:
@@ -203,6 +205,11 @@ class RankGroup:
                     entry = ray.get(ref)
             phases.append(entry)
         return phases
+
+    def moved(self) -> None:
+        """Tokens have come: all ranks go on, whether or not they find time to answer. From any
+        thread."""
+        self._moved_s = time.monotonic()
 
     def end(self) -> None:
         """Ends all ranks and waits until their processes on this host are gone."""
@@ -302,7 +309,7 @@ class RankGroup:
 
     def _unresponsive(self, last_answer: Sequence[float]) -> RankDeath | None:
         for rank, seen in enumerate(last_answer):
-            silent_s = time.monotonic() - seen
+            silent_s = time.monotonic() - max(seen, self._moved_s)
             if silent_s > self.plan.unresponsive_s:
                 return self._examine(rank, None, f"no sign of life for {silent_s:.0f} s")
         return None

@@ -1,22 +1,27 @@
 """Health of one replica over its lives: a pure state machine; the caller brings the clock.
 
 ```
-            generated            no progress, or failures in a row
+            generated         no progress, silence, failures in a row
  WARMING ------------> HEALTHY -----------------------------------> SUSPECT
     ^  |                  ^  |                                        |  |
     |  |                  |  +--------------- drain ---------------+  |  |
     |  |                  +---- progress, and no failures in a row-+--+  |
     |  |                                                           |     |
     |  |  died (also from HEALTHY, SUSPECT and DRAINING)           v     |
-    |  +---------------------------> DEAD <---- stall, silence ----+-----+
+    |  +---------------------------> DEAD <-------- stall ---------+-----+
     |                                 |  |                     DRAINING
     |                budget left      |  |  budget spent           |
     +---------- RESTARTING <----------+  +---------> RETIRED <-----+ ended
 ```
 
 Judged by progress: a count of launched batches that stands still with work in hand. Neither a
-probe nor a request that fails can end a replica: they raise suspicion, each counted apart, and
-progress clears it. A prefill may take as long as a stall before anyone is suspicious.
+probe nor a request that fails can end a replica, nor silence: they raise suspicion, each counted
+apart, and progress clears it. A prefill may take as long as a stall before anyone is suspicious.
+
+On a machine with too much to do, words about a replica come late, or not for a minute, while it
+serves. So a standstill is what was seen standing still: it grows with each report that tells of no
+progress, by `suspect_s` at most however late that report is. Whoever hears nothing knows nothing;
+that a process is gone is for those to say who can see it (`died`).
 
 RETIRED is the end: after a drain, or with the restart budget spent. A life counts against the
 budget unless it was healthy for long enough, which makes the budget whole again.
@@ -74,7 +79,8 @@ class HealthLimits:
     Attributes:
         suspect_s: standstill with work in hand, outside a prefill, that raises suspicion.
         stall_s: standstill with work in hand that is death.
-        silence_s: time without any report that is death; one that starts has nothing to report.
+        silence_s: time without any report that raises suspicion; one that starts has nothing to
+            report.
         failures: failed probes in a row, or failed requests in a row, that raise suspicion.
         restarts: lives in a row that may fail before the replica is given up.
         proven_s: a life that was ready for so long makes the budget whole again.
@@ -127,7 +133,8 @@ class ReplicaHealth:
         self._state = State.WARMING
         self._draining = False
         self._forwards, self._work, self._prefilling = -1, 0, False
-        self._heard_s = self._moved_s = clock()
+        self._heard_s = self._reported_s = clock()
+        self._standing_s = 0.0  # as far as it was seen
         self._ready_s: float | None = None
 
     # ------------------------------------------------------------------ what is so
@@ -151,7 +158,9 @@ class ReplicaHealth:
     @property
     def generating(self) -> bool:
         """Whether it has work in hand and moves on with it."""
-        return self.ready and self._work > 0 and self._still_s() < self.limits.suspect_s
+        unseen_s = self._clock() - self._reported_s
+        still_s = self._standing_s + unseen_s
+        return self.ready and self._work > 0 and still_s < self.limits.suspect_s
 
     # ------------------------------------------------------------------ what happens
 
@@ -190,14 +199,17 @@ class ReplicaHealth:
         now = self._clock()
         moved = forwards != self._forwards
         if moved or work == 0 or self._work == 0:
-            self._moved_s = now
+            self._standing_s = 0.0
+        else:
+            self._standing_s += min(now - self._reported_s, self.limits.suspect_s)
+        self._reported_s = now
         self._forwards, self._work, self._prefilling = forwards, work, prefilling
         self.probe_answered()
-        self._clear_up()
 
     def generated(self) -> None:
         """It has committed a token of some request."""
         self._pass_time()
+        self.heard()
         self.request_failures = 0
         if self._state is State.WARMING:
             self._ready_s = self._clock()
@@ -212,12 +224,12 @@ class ReplicaHealth:
     def heard(self) -> None:
         """A sign of life, whatever it says."""
         self._heard_s = self._clock()
+        self._clear_up()
 
     def probe_answered(self) -> None:
         """It answered a look at it."""
-        self.heard()
         self.probe_failures = 0
-        self._clear_up()
+        self.heard()
 
     def request_failed(self, why: str) -> None:
         """A request failed by its doing, not by the client's."""
@@ -276,38 +288,39 @@ class ReplicaHealth:
             "failed_lives": self.failed_lives,
             "restarts": self.limits.restarts,
             "work": self._work,
-            "still_s": round(self._still_s(), 1),
+            "still_s": round(self._standing_s, 1),
         }
 
     # ------------------------------------------------------------------ inside
 
     def _new_life(self) -> None:
         now = self._clock()
-        self._heard_s = self._moved_s = now
+        self._heard_s = self._reported_s = now
+        self._standing_s = 0.0
         self._ready_s = None
         self._forwards, self._work, self._prefilling = -1, 0, False
         self.probe_failures = self.request_failures = 0
 
-    def _still_s(self) -> float:
-        return self._clock() - self._moved_s
+    def _silent_s(self) -> float:
+        return self._clock() - self._heard_s
 
     def _pass_time(self) -> None:
-        if self._state not in ALIVE:
+        if self._state not in ALIVE - {State.WARMING}:
             return
-        silent_s, still_s = self._clock() - self._heard_s, self._still_s()
-        if silent_s > self.limits.silence_s and self._state is not State.WARMING:
-            self._die(f"no sign of life for {silent_s:.0f} s")
-        elif self._state is not State.WARMING and self._work and still_s > self.limits.stall_s:
+        still_s = self._standing_s
+        if self._work and still_s > self.limits.stall_s:
             self._die(
                 f"{self._work} requests in hand, but no batch launched for {still_s:.0f} s"
                 + (" of a prefill" if self._prefilling else "")
             )
         elif self._state is State.HEALTHY and self._stands_still():
             self._go(State.SUSPECT, f"no batch launched for {still_s:.0f} s with work in hand")
+        elif self._state is State.HEALTHY and self._silent_s() > self.limits.silence_s:
+            self._go(State.SUSPECT, f"no sign of life for {self._silent_s():.0f} s")
 
     def _stands_still(self) -> bool:
         limit = self.limits.stall_s if self._prefilling else self.limits.suspect_s
-        return bool(self._work) and self._still_s() > limit
+        return bool(self._work) and self._standing_s > limit
 
     def _suspect_after(self, failures: int, why: str) -> None:
         if self.state is State.HEALTHY and failures >= self.limits.failures:
@@ -315,7 +328,11 @@ class ReplicaHealth:
 
     def _clear_up(self) -> None:
         most = max(self.probe_failures, self.request_failures)
-        calm = most < self.limits.failures and not self._stands_still()
+        calm = (
+            most < self.limits.failures
+            and not self._stands_still()
+            and self._silent_s() <= self.limits.silence_s
+        )
         if self._state is State.SUSPECT and calm:
             self._go(State.HEALTHY, "it moves on")
 

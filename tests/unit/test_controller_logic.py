@@ -149,8 +149,10 @@ async def until(predicate, what):
 
 
 @contextlib.asynccontextmanager
-async def controlling(lease_steps=4, in_charge=None, **replicas):
-    controller = Controller("demo", lease_steps, FakeRanks(**replicas), in_charge=in_charge)
+async def controlling(lease_steps=4, in_charge=None, on_report=lambda _: None, **replicas):
+    controller = Controller(
+        "demo", lease_steps, FakeRanks(**replicas), in_charge=in_charge, on_report=on_report
+    )
     controller.start()
     try:
         yield controller
@@ -179,6 +181,16 @@ async def test_a_replica_found_by_name_is_leased_and_stays_so():
         await lead(replica, 40)
         assert replica.gates[0].view().lapses == 0
         assert replica.gates[1].counters()["seq"] >= 9, "the other rank follows"
+
+
+@in_loop
+async def test_a_report_of_a_rank_is_a_sign_of_life_of_its_replica():
+    replica, heard = FakeReplica(), []
+    async with controlling(on_report=heard.append, r1=replica):
+        await until(lambda: replica.gates[0].view().queued, "a first lease")
+        await lead(replica, 8)
+        await until(lambda: heard, "a report")
+        assert set(heard) == {"r1"}
 
 
 @in_loop

@@ -120,6 +120,21 @@ def test_one_taken_for_dead_that_speaks_is_back_in_its_place(fleet: Fleet) -> No
     assert states(fleet) == ["RESTARTING", "HEALTHY", "RESTARTING"]
 
 
+def test_a_replica_that_is_not_heard_of_stays_while_its_process_is_there(
+    fleet: Fleet, clock: Clock
+) -> None:
+    actors = {"actor-a", "actor-b", "actor-c"}
+    for _ in range(100):
+        clock.now += 0.5 * LIMITS.silence_s
+        fleet.heard("b")  # Its rank reports, though its own words do not come through.
+        assert fleet.look(actors) == 0
+    assert states(fleet) == ["SUSPECT", "HEALTHY", "SUSPECT"]
+    assert [row["failed_lives"] for row in fleet.status()] == [0, 0, 0]
+    fleet.heard("x")
+    fleet.said("a", "actor-a", LIMITS, WORD)
+    assert states(fleet) == ["HEALTHY", "HEALTHY", "SUSPECT"]
+
+
 def test_probes_that_fail_in_the_replica_make_it_suspect(fleet: Fleet, clock: Clock) -> None:
     for failures in (1, 2, 3):
         fleet.said("a", "actor-a", LIMITS, {**WORD, "probe_failures": failures})

@@ -1,8 +1,11 @@
-"""The watcher of a replica's ranks when watching itself fails; no Ray runs."""
+"""The watcher of a replica's ranks: when watching itself fails, and whom it takes for hung; no Ray
+runs."""
 
 import pytest
 import ray
+from fake_clock import Clock
 
+from overstory.orchestrator import rank_group
 from overstory.orchestrator.rank_group import RankGroup, RankPlan
 
 
@@ -39,3 +42,24 @@ def test_a_watcher_that_fails_while_the_replica_ends_is_silent(monkeypatch):
     monkeypatch.setattr(ray, "wait", fail)
     group._watch(heard.append)
     assert heard == []
+
+
+def test_ranks_that_find_no_time_to_answer_are_left_alone_while_tokens_come(monkeypatch):
+    clock = Clock(100.0)
+    monkeypatch.setattr(rank_group.time, "monotonic", clock)
+    group = RankGroup(RankPlan("demo", "r1", 2, unresponsive_s=10), [])
+    blamed = []
+    monkeypatch.setattr(group, "_examine", lambda *why: blamed.append(why) or why)
+    last_answer = [100.0, 100.0]
+    for _ in range(60):
+        clock.now += 1
+        group.moved()
+        last_answer[0] = clock.now
+        assert group._unresponsive(last_answer) is None
+    clock.now += 9
+    last_answer[0] = clock.now
+    assert group._unresponsive(last_answer) is None
+    clock.now += 2
+    last_answer[0] = clock.now
+    assert group._unresponsive(last_answer) is not None
+    assert blamed == [(1, None, "no sign of life for 11 s")], "nothing came, and it says nothing"

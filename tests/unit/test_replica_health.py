@@ -110,10 +110,50 @@ def test_neither_failing_probes_nor_failing_requests_are_death(health: ReplicaHe
     assert health.state is State.SUSPECT
 
 
-def test_silence_is_death(health: ReplicaHealth, clock: Clock) -> None:
+def test_silence_is_suspect_and_never_death(health: ReplicaHealth, clock: Clock) -> None:
+    health.reported(7, 2)
     clock.now += 31
-    assert health.state is State.DEAD
+    assert (health.state, health.ready) == (State.SUSPECT, True)
     assert "no sign of life for 31 s" in health.reason
+    clock.now += 100 * LIMITS.stall_s  # Nobody saw it stand still.
+    assert health.state is State.SUSPECT
+    health.reported(7, 2)
+    assert health.state is State.HEALTHY
+
+
+def test_reports_that_come_late_tell_of_no_longer_standstill(
+    health: ReplicaHealth, clock: Clock
+) -> None:
+    """A machine with too much to do: it serves, and each word about it takes half an hour."""
+    for forwards in range(7, 10):
+        for _ in range(4):  # Two words about the same batch may come far apart.
+            clock.now += 1800
+            health.reported(forwards, 2)
+            assert health.ready
+        assert health.state is State.SUSPECT
+    health.reported(10, 2)
+    assert health.state is State.HEALTHY
+    for _ in range(6):  # But one that is seen standing still again and again is dead.
+        clock.now += 1800
+        health.reported(10, 2)
+        assert health.alive
+    clock.now += 1800
+    health.reported(10, 2)
+    assert health.state is State.DEAD
+
+
+def test_any_sign_of_life_ends_silence_alone(health: ReplicaHealth, clock: Clock) -> None:
+    for _ in range(10):
+        clock.now += 29
+        health.heard()
+    assert health.state is State.HEALTHY
+    clock.now += 31
+    assert health.state is State.SUSPECT
+    health.heard()
+    assert health.state is State.HEALTHY
+    stay(health, clock, 12, work=2)
+    health.heard()
+    assert health.state is State.SUSPECT, "it speaks, and stands still"
 
 
 def test_one_that_starts_may_be_silent(clock: Clock) -> None:
@@ -123,7 +163,7 @@ def test_one_that_starts_may_be_silent(clock: Clock) -> None:
 
 
 def test_one_that_was_only_slow_comes_back(health: ReplicaHealth, clock: Clock) -> None:
-    clock.now += 31
+    health.died("its process was not seen")
     health.decide()
     assert (health.state, health.failed_lives) == (State.RESTARTING, 1)
     health.returned()
