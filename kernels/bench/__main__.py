@@ -11,10 +11,11 @@ from pathlib import Path
 
 import torch
 
+from .baselines import flashinfer_mla
 from .cases import GOALS, every_case
 from .ceilings import Ceilings, measure_ceilings
 from .goals import goal_table
-from .implementations import NAIVE, OURS, Implementation, from_sglang
+from .implementations import NAIVE, OURS, Implementation, from_flashinfer, from_sglang
 from .measure import Job, attention_jobs, ceiling_rows, small_jobs
 from .plot import write_plot
 from .results import ResultFile
@@ -63,7 +64,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=[],
         help="an sglang folder (site-packages/sglang, python/sglang of a checkout); repeatable",
     )
-    return parser.parse_args(arguments)
+    add("--flashinfer", action="store_true", help="FlashInfer's MLA chain, which must be installed")
+    parsed = parser.parse_args(arguments)
+    if parsed.flashinfer and not flashinfer_mla.installed():
+        parser.error("--flashinfer: flashinfer cannot be imported; install it or leave this out")
+    return parsed
 
 
 def _jobs(chosen: argparse.Namespace) -> list[Job]:
@@ -72,6 +77,8 @@ def _jobs(chosen: argparse.Namespace) -> list[Job]:
         return [*sweep_jobs(GOALS, chosen.quick), *small_jobs(split_cases())]
     cases = GOALS if chosen.quick else every_case()
     others: list[Implementation] = [NAIVE, *from_sglang(chosen.sglang, chosen.quick)]
+    if chosen.flashinfer:
+        others += from_flashinfer()
     return [
         *attention_jobs(cases, [OURS]),
         *small_jobs(small_cases()),

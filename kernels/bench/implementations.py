@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .baselines import naive, sglang_decode, sglang_verify
+from .baselines import flashinfer_mla, naive, sglang_decode, sglang_verify
 from .baselines.foreign_sglang import ForeignSglang
 from .cases import AttentionCase
 from .inputs import AttentionInputs
@@ -65,6 +66,23 @@ def from_sglang(folders: Iterable[Path], quick: bool) -> list[Implementation]:
         if sglang.has("verify_mla"):
             found.append(_shared_kv(sglang, quick))
     return found
+
+
+def from_flashinfer() -> list[Implementation]:
+    """FlashInfer's kernels, where it is installed."""
+    if not flashinfer_mla.installed():
+        return []
+    version = f"flashinfer {flashinfer_mla.version()}"
+    return [
+        Implementation(
+            f"flashinfer_{backend}_chain",
+            functools.partial(flashinfer_mla.chain, backend=backend),
+            _always,
+            False,
+            version,
+        )
+        for backend in flashinfer_mla.BACKENDS
+    ]
 
 
 def _extend(sglang: ForeignSglang) -> Implementation:
