@@ -4,7 +4,7 @@ SHELL := /bin/bash
 
 VENV := .venv
 BIN := $(VENV)/bin
-DEVICE ?= cpu
+DEVICE ?= auto
 DEPLOYMENT := clusters/local/deployment.yaml
 SECONDS := 600
 EVERY := 20
@@ -34,7 +34,8 @@ $(STAMP):
 	@rm -f $(VENV)/.ready-*
 	@touch $@
 
-## make demo       deploy the built-in model here, stream a completion, show what speculation gains
+## make demo       deploy the built-in model here (on a GPU where there is one; DEVICE=cpu, cuda), stream
+##                 a completion, show what speculation gains
 demo: env
 	$(BIN)/python -m overstory.orchestrator.demo $(DEPLOYMENT) --device $(DEVICE)
 

@@ -28,16 +28,25 @@ DEPLOY_TIMEOUT_S = 600.0
 _ON_ONE_GPU = ("resources.device=cuda", "engine.tp_size=1")
 
 
-_CUDA_IS_NEW = "DDTREE has not yet been run on CUDA; CUDA graphs and kernels are to come"
+def chosen_device(wanted: str, gpus: int) -> str:
+    """`cpu` or `cuda`: what is `wanted`, or for `auto` a GPU where there is one.
+
+    Raises:
+        UserFault: a GPU is wanted and there is none.
+    """
+    if wanted == "auto":
+        return "cuda" if gpus else "cpu"
+    if wanted == "cuda" and not gpus:
+        raise UserFault("DEVICE=cuda: nvidia-smi shows no GPU here; DEVICE=auto takes the CPU then")
+    return wanted
 
 
-def _spec(file: Path, device: str) -> DeploymentSpec:
-    if device == "cuda":
-        print(f"Going on with one GPU rank: {_CUDA_IS_NEW}.")
-        return load_spec(file, _ON_ONE_GPU)
-    if local_gpu_memory():
-        print(f"This machine has a GPU. Going on with CPU ranks all the same: {_CUDA_IS_NEW}.")
-    return load_spec(file)
+def _spec(file: Path, wanted: str) -> DeploymentSpec:
+    device = chosen_device(wanted, len(local_gpu_memory()))
+    if device == "cpu":
+        return load_spec(file)
+    print("One rank on this machine's GPU, with CUDA graphs (DEVICE=cpu takes the CPU).")
+    return load_spec(file, _ON_ONE_GPU)
 
 
 def _show_gain(record: DeploymentRecord, started_with: Policy) -> None:
@@ -105,7 +114,7 @@ def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     given = parser.parse_args()
     end_tidily()
     try:

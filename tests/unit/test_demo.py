@@ -1,4 +1,4 @@
-"""`make demo`: what it compares, what it says of GPUs, and how it ends when it is told to."""
+"""`make demo`: what it compares, which device it takes, and how it ends when it is told to."""
 
 import signal
 import sys
@@ -92,16 +92,35 @@ def test_without_speculation_there_is_nothing_to_compare(
     assert "Nothing to compare" in capsys.readouterr().out
 
 
-def test_a_gpu_is_not_advertised(
-    stage: _Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("wanted", "gpus", "device", "ranks"),
+    [
+        ("auto", [80e9], "cuda", 1),
+        ("auto", [], "cpu", 2),
+        ("cpu", [80e9], "cpu", 2),
+        ("cuda", [80e9, 80e9], "cuda", 1),
+    ],
+)
+def test_a_gpu_is_taken_where_there_is_one(
+    stage: _Stage,
+    monkeypatch: pytest.MonkeyPatch,
+    wanted: str,
+    gpus: list[float],
+    device: str,
+    ranks: int,
 ) -> None:
-    monkeypatch.setattr(demo, "local_gpu_memory", lambda: [80e9])
-    demo.demo(FILE, "cpu")
-    said = capsys.readouterr().out
-    assert "not yet been run on CUDA" in said
-    assert "DEVICE=cuda" not in said
-    demo.demo(FILE, "cuda")
-    assert "not yet been run on CUDA" in capsys.readouterr().out
+    deployed = []
+    monkeypatch.setattr(demo, "local_gpu_memory", lambda: gpus)
+    monkeypatch.setattr(
+        demo, "deploy", lambda spec, *_: deployed.append(spec) or stage.deploy(spec)
+    )
+    demo.demo(FILE, wanted)
+    assert [(spec.resources.device, spec.tp_size) for spec in deployed] == [(device, ranks)]
+
+
+def test_a_gpu_that_is_not_there_is_an_error(stage: _Stage) -> None:
+    with pytest.raises(UserFault, match="DEVICE=auto"):
+        demo.demo(FILE, "cuda")
 
 
 @pytest.mark.usefixtures("terminated")
