@@ -1,16 +1,20 @@
 """Which replica is likely to have a prompt's beginning in its prefix cache, within a bound on load.
 
-Pure. What a replica holds is guessed from what was sent to it: prompts in blocks of tokens, each
-block known by a hash of all tokens up to its end, the least recently used forgotten first. A wrong
-guess costs time, never a wrong text. One process's knowledge; safe in any thread.
+Pure. What a replica holds it reports itself, from its radix tree (`prefix_watch`). A report is some
+seconds old, so what was sent to a replica since counts as well, and where a replica reports nothing
+that is all there is: prompts in blocks of tokens, the least recently used forgotten first. A wrong
+belief costs time, never a wrong text. One process's knowledge; safe in any thread.
 """
 
 import math
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
+
+from overstory.orchestrator.prefix_blocks import BLOCK_TOKENS, blocks_of
 
 Routing = Literal["least_loaded", "prefix_affine", "session_sticky"]
 """`least_loaded`: of two at random the shorter queue. `prefix_affine`: the longest known prefix.
@@ -18,8 +22,11 @@ Routing = Literal["least_loaded", "prefix_affine", "session_sticky"]
 
 ROUTINGS: tuple[Routing, ...] = get_args(Routing)
 
-BLOCK_TOKENS = 64
-"""Shorter common beginnings are not worth a preference."""
+__all__ = ["BLOCK_TOKENS", "ROUTINGS", "Affinity", "LoadBound", "Routing", "affinity_of"]
+
+SENT_S = 10.0
+"""What was sent to a replica is believed to be there so long, whatever it reports meanwhile: it may
+still wait for its prefill. After that its reports decide, where it makes any."""
 KEPT_BLOCKS = 1 << 17
 KEPT_SESSIONS = 1 << 16
 
@@ -39,13 +46,20 @@ class LoadBound:
 
 
 class Affinity:
-    """Where prompts and sessions went."""
+    """Where prompts and sessions went, and what replicas say they hold."""
 
-    def __init__(self, routing: Routing = "least_loaded", bound: LoadBound | None = None) -> None:
+    def __init__(
+        self,
+        routing: Routing = "least_loaded",
+        bound: LoadBound | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._routing = routing
         self._bound = bound or LoadBound()
+        self._clock = clock
         self._lock = threading.Lock()
-        self._blocks: OrderedDict[int, set[str]] = OrderedDict()
+        self._blocks: OrderedDict[int, dict[str, float]] = OrderedDict()  # replica -> when sent
+        self._reported: dict[str, frozenset[int]] = {}
         self._sessions: OrderedDict[str, str] = OrderedDict()
 
     def prefers(
@@ -76,9 +90,10 @@ class Affinity:
         """A call went there."""
         if self._routing == "least_loaded":
             return
+        now = self._clock()
         with self._lock:
-            for block in _blocks(ids):
-                self._blocks.setdefault(block, set()).add(replica)
+            for block in blocks_of(ids):
+                self._blocks.setdefault(block, {})[replica] = now
                 self._blocks.move_to_end(block)
             while len(self._blocks) > KEPT_BLOCKS:
                 self._blocks.popitem(last=False)
@@ -88,11 +103,36 @@ class Affinity:
                 if len(self._sessions) > KEPT_SESSIONS:
                     self._sessions.popitem(last=False)
 
+    @property
+    def wants_reports(self) -> bool:
+        """Whether `reported` changes anything."""
+        return self._routing != "least_loaded"
+
+    def reported(self, replica: str, blocks: Iterable[int]) -> None:
+        """A replica says which blocks (`prefix_blocks`) its prefix cache holds: all of them."""
+        held = frozenset(blocks)
+        with self._lock:
+            self._reported[replica] = held
+
+    def held(self) -> dict[str, int]:
+        """Number of blocks that each reporting replica holds."""
+        with self._lock:
+            return {name: len(blocks) for name, blocks in self._reported.items()}
+
+    def silent(self, replicas: Collection[str]) -> None:
+        """These alone report now; of the others what was sent to them counts again."""
+        with self._lock:
+            for name in self._reported.keys() - set(replicas):
+                del self._reported[name]
+
     def keep(self, replicas: Collection[str]) -> None:
         """Others are gone, and their caches with them."""
         with self._lock:
-            for names in self._blocks.values():
-                names.intersection_update(replicas)
+            for sent in self._blocks.values():
+                for name in sent.keys() - set(replicas):
+                    del sent[name]
+            for name in self._reported.keys() - set(replicas):
+                del self._reported[name]
             gone = [key for key, name in self._sessions.items() if name not in replicas]
             for key in gone:
                 del self._sessions[key]
@@ -109,20 +149,21 @@ class Affinity:
         """Of those that know most of the prompt's beginning the one with the fewest calls; with
         nothing known, the one with the fewest calls."""
         best = able
-        for block in _blocks(ids):
-            knowing = self._blocks.get(block, set()) & best
-            if not knowing:
+        fresh_s = self._clock() - SENT_S
+        for block in blocks_of(ids):
+            holding = {name for name in best if self._holds(name, block, fresh_s)}
+            if not holding:
                 break
-            best = knowing
+            best = holding
         return min(best, key=lambda name: (loads.get(name, 0), name), default=None)
 
-
-def _blocks(ids: Sequence[int]) -> Iterator[int]:
-    """A hash for each whole block, of all tokens up to its end."""
-    seen = 0
-    for end in range(BLOCK_TOKENS, len(ids) + 1, BLOCK_TOKENS):
-        seen = hash((seen, *ids[end - BLOCK_TOKENS : end]))
-        yield seen
+    def _holds(self, replica: str, block: int, fresh_s: float) -> bool:
+        """Whether a replica has a block: by its report, or since it was sent there lately."""
+        sent_s = self._blocks.get(block, {}).get(replica)
+        held = self._reported.get(replica)
+        if held is None:
+            return sent_s is not None
+        return block in held or (sent_s is not None and sent_s >= fresh_s)
 
 
 _AFFINITIES: dict[str, Affinity] = {}

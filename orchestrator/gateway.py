@@ -18,6 +18,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from overstory.orchestrator.admission import Admission
+from overstory.orchestrator.affinity import affinity_of
 from overstory.orchestrator.answer_parsers import ParserSettings
 from overstory.orchestrator.api_keys import key_ring
 from overstory.orchestrator.backend import EngineRefused, ReplicaLeaving, ReplicaLost, TokenChunk
@@ -29,6 +30,8 @@ from overstory.orchestrator.journal import GenerateCall
 from overstory.orchestrator.meters import Meters
 from overstory.orchestrator.metric_table import GATEWAY
 from overstory.orchestrator.model_facts import read_target
+from overstory.orchestrator.prefix_watch import PrefixWatch
+from overstory.orchestrator.rank_directory import RankDirectory
 from overstory.orchestrator.readiness import Readiness
 from overstory.orchestrator.replica_board import ReplicaBoard, board_of, until
 from overstory.orchestrator.request_metrics import keep_gauges
@@ -135,7 +138,8 @@ class Gateway:
         return app
 
     async def snapshot(self) -> dict[str, Any]:
-        """What runs here, for status and tests: `running` sequences, `queued` requests."""
+        """What runs here, for status and tests: `running` sequences, `queued` requests, blocks of
+        prompts that each replica reports to hold (`prefix_blocks`)."""
         service = self._service
         return {
             "ready": service.readiness.ready,
@@ -145,18 +149,25 @@ class Gateway:
             "max_concurrent": service.admission.max_concurrent,
             "sequences": len(service.journal),
             "ended": service.journal.ended(),
+            "prefix_blocks": affinity_of(self._deployment).held(),
         }
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncGenerator[None, None]:
         loop = asyncio.get_running_loop()
-        watch = loop.create_task(self._service.readiness.watch())
-        gauges = loop.create_task(keep_gauges(self._meters, self._service))
+        prefixes = PrefixWatch(
+            RankDirectory(self._deployment), lambda: affinity_of(self._deployment)
+        )
+        tasks = [
+            loop.create_task(self._service.readiness.watch()),
+            loop.create_task(keep_gauges(self._meters, self._service)),
+            loop.create_task(prefixes.run()),
+        ]
         try:
             yield
         finally:
-            watch.cancel()
-            gauges.cancel()
+            for task in tasks:
+                task.cancel()
 
     async def _prove(self) -> None:
         """Learn the engine's limits, then generate as a request would."""

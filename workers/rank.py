@@ -31,6 +31,7 @@ from overstory.workers.digest import DigestChain, StepFacts
 from overstory.workers.environment import prepare_process
 from overstory.workers.gate import RanksDiverged, StepGate
 from overstory.workers.interfaces import is_loopback, meet_over_network
+from overstory.workers.prefix_report import PrefixReader, PrefixReport, Version
 from overstory.workers.process_ids import kernel_memory_kills, process_start_ticks
 from overstory.workers.scheduler_view import SglangScheduler
 from overstory.workers.shared_names import take_names_off
@@ -115,6 +116,7 @@ class RankHost:
         self._commands = CommandTable()
         handlers.register(self._commands)
         self._command_results: dict[str, Any] = {}
+        self._prefixes = PrefixReader()
         self._digests = DigestChain()
         self._gate = StepGate(rank, lease_timeout_s, self._begin_lease)
 
@@ -292,6 +294,14 @@ class RankHost:
     def slot_picture(self, key: str) -> SlotPicture:
         """Rank 0: hands out, once, what the boundary command `slot_picture` took under `key`."""
         return SHELF.take(key)
+
+    def prefixes(self, known: Version | None = None) -> PrefixReport | None:
+        """What this rank's prefix cache holds; None if nothing has changed since version `known`,
+        or before there is a cache."""
+        if self._view is None:
+            return None
+        cache = self._view.raw.tree_cache
+        return self._prefixes.report(cache, self._forwards(), known)
 
     def exchange(self, after_forward: int, every: int, wait_s: float) -> dict[str, Any]:
         """Rank 0: answers with a report as soon as there is a reason to.
