@@ -20,6 +20,7 @@ from overstory.orchestrator.lease import Command
 from overstory.orchestrator.rank_directory import RankDirectory
 from overstory.orchestrator.rank_group import NAMESPACE
 from overstory.orchestrator.replica_health import HealthLimits, State
+from overstory.workers.log_context import label_process
 
 
 def controller_name(deployment: str) -> str:
@@ -34,6 +35,8 @@ class _ControllerActor:
     async def __init__(  # type: ignore[misc]
         self, deployment: str, lease_steps: int, defrag_every_s: float, defrag_below: float
     ) -> None:
+        self._deployment = deployment
+        label_process(repr(self))
         self._controller = Controller(
             deployment,
             lease_steps,
@@ -54,6 +57,10 @@ class _ControllerActor:
         loop = asyncio.get_running_loop()
         self._looking = loop.create_task(self._replicas.run())
         self._exporting = loop.create_task(keep_exporting(deployment, self._picture))
+
+    def __repr__(self) -> str:
+        """Ray puts it before the process's lines and into its dashboard."""
+        return f"controller of {self._deployment}"
 
     async def register(self, replica: str, ranks: int) -> None:
         """See `Controller.register`."""

@@ -42,6 +42,7 @@ from overstory.orchestrator.request_metrics import (
     set_gauges,
 )
 from overstory.orchestrator.service import EndpointService, Job, Piece
+from overstory.workers.log_context import name_request, named_request
 
 Shape = CompletionShape | ChatShape
 
@@ -185,6 +186,7 @@ async def _answer(
     watch: RequestWatch,
 ) -> Response:
     request_id = uuid.uuid4().hex
+    name_request(f"{named_request()} {request_id}".lstrip())
     shape = shape_of(request_id, service.served_name, int(time.time()))
     asked_s = time.monotonic()
     with watch.until_admitted():

@@ -55,7 +55,7 @@ class _UnknownAfterAbort(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether to keep the record."""
-        return not record.getMessage().startswith("Received output for rid=")
+        return "Received output for rid=" not in record.getMessage()
 
 
 logging.getLogger(TokenizerManager.__module__).addFilter(_UnknownAfterAbort())

@@ -39,6 +39,7 @@ from overstory.orchestrator.resume import ResumeLimits
 from overstory.orchestrator.service import EndpointService, ServiceLimits
 from overstory.orchestrator.spec import DeploymentSpec
 from overstory.orchestrator.tokenizer import load_tokenizer
+from overstory.workers.log_context import label_process
 from overstory.workers.tiny.paths import resolve_model
 
 logger = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class Gateway:
     """One gateway process; a plain class that `app` makes a Serve ingress."""
 
     def __init__(self, spec: DeploymentSpec, replicas: DeploymentHandle) -> None:
+        label_process(f"gateway of {spec.name}")
         gateway, model_dir = spec.gateway, resolve_model(spec.model)
         self._deployment = replicas.app_name
         self._backend = ReplicaBackend(replicas, board_of(replicas.app_name))

@@ -10,8 +10,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from overstory.orchestrator import openai_errors, openai_responses
 from overstory.orchestrator.openai_errors import ApiError
+from overstory.workers.log_context import name_request
 
 REQUEST_ID = "x-request-id"
+_LOGGED_CHARS = 64  # of a client's own id
 
 
 class RequestIds:
@@ -25,13 +27,18 @@ class RequestIds:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        if scope["type"] != "http" or REQUEST_ID in Headers(scope=scope):
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        own, fresh = Headers(scope=scope).get(REQUEST_ID), uuid.uuid4().hex
+        name_request(f"request {(own or fresh)[:_LOGGED_CHARS]}")
+        if own is not None:
             await self._app(scope, receive, send)
             return
 
         async def tagged(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID] = uuid.uuid4().hex
+                MutableHeaders(scope=message)[REQUEST_ID] = fresh
             await send(message)
 
         await self._app(scope, receive, tagged)

@@ -33,6 +33,8 @@ from overstory.orchestrator.replica_health import ReplicaHealth, State
 from overstory.orchestrator.replica_setup import engine_limits, health_limits, rank_plan
 from overstory.orchestrator.sampling import Sampling
 from overstory.orchestrator.spec import DeploymentSpec
+from overstory.workers.log_context import label_process, name_request
+from overstory.workers.sglang_metrics import pass_on
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ class Replica:
 
     def __init__(self, spec: DeploymentSpec, nodes: int = 1) -> None:
         name = serve.get_replica_context().replica_id.unique_id
+        label_process(f"replica {name} front")
         settings = resolve_engine(spec)
         limits = health_limits(spec)
         self._herald = Herald(spec.name, name, limits)
@@ -67,6 +70,8 @@ class Replica:
         self._word: dict[str, Any] = {"forwards": 0, "work": 0, "prefilling": False}
         self._ending = threading.Event()
         self._engine.on_death = self._end
+        if self._engine.server_args.enable_metrics:
+            pass_on({"deployment": spec.name, "replica": name, "process": "front"})
         _register(spec, name)
 
     async def generate(self, request: GenerateCall) -> AsyncGenerator[TokenChunk, None]:
@@ -75,6 +80,7 @@ class Replica:
         Raises:
             RequestRefused, EngineBusy, EngineDead: see `engine_errors`.
         """
+        name_request(f"request {request.rid}")
         steps = cast(
             AsyncGenerator[dict[str, Any], None],
             self._engine.generate_ids(

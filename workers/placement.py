@@ -17,6 +17,16 @@ def node_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
+def actor_labels() -> dict[str, str]:
+    """`deployment`, `replica` and `process` of this rank actor, by its name in Ray; empty for an
+    actor of another name, or none."""
+    name = ray.get_runtime_context().get_actor_name() if ray.is_initialized() else None
+    parts = (name or "").split("/")
+    if len(parts) != 4 or parts[0] != "overstory":
+        return {}
+    return dict(zip(("deployment", "replica", "process"), parts[1:], strict=True))
+
+
 def assigned_cuda_ordinal() -> int:
     """CUDA ordinal of the GPU that Ray assigned to this actor; 0 if it assigned none.
 

@@ -31,9 +31,11 @@ from overstory.workers.digest import DigestChain, StepFacts
 from overstory.workers.environment import prepare_process
 from overstory.workers.gate import RanksDiverged, StepGate
 from overstory.workers.interfaces import is_loopback, meet_over_network
+from overstory.workers.log_context import label_process
 from overstory.workers.prefix_report import PrefixReader, PrefixReport, Version
 from overstory.workers.process_ids import kernel_memory_kills, process_start_ticks
 from overstory.workers.scheduler_view import SglangScheduler
+from overstory.workers.sglang_metrics import pass_on
 from overstory.workers.shared_names import take_names_off
 from overstory.workers.step_stats import STATS
 from overstory.workers.tree_policy import parse_policy
@@ -103,6 +105,8 @@ class RankHost:
         note_folder: str | None = None,
     ) -> None:
         self._rank = rank
+        self._labels = placement.actor_labels()
+        label_process(repr(self))
         self._device = device
         self._threads = threads
         self._phase = "created"
@@ -119,6 +123,10 @@ class RankHost:
         self._prefixes = PrefixReader()
         self._digests = DigestChain()
         self._gate = StepGate(rank, lease_timeout_s, self._begin_lease)
+
+    def __repr__(self) -> str:
+        """Ray puts it before the process's lines and into its dashboard."""
+        return f"replica {self._labels.get('replica', '?')} rank {self._rank}"
 
     # ------------------------------------------------------------------ the loop's thread
 
@@ -184,6 +192,10 @@ class RankHost:
             raise self._failed("building its scheduler", error) from error
         take_names_off()
         self._view = self._hooked.view = SglangScheduler(scheduler)
+        if server_args.enable_metrics and (
+            rank == 0 or server_args.enable_metrics_for_all_schedulers
+        ):
+            pass_on(self._labels)
         self._enter("ready")
         return dict(scheduler.get_init_info())
 
