@@ -89,6 +89,9 @@ def deploy(spec: DeploymentSpec, progress: Progress, timeout_s: float) -> Deploy
     try:
         serving.start_app(spec, plan.nodes_per_replica)
         serving.start_controller(spec)
+        if dashboards := serving.provide_dashboards():
+            folder = dashboards[0].rpartition("/")[0]
+            progress.tell("placement", f"{len(dashboards)} Grafana dashboards in {folder}")
         _await_ready(record, spec, progress, timeout_s)
     except BaseException as error:
         left = _clean_up(record.name)

@@ -152,8 +152,8 @@ Ray's agents export every metric on each node, with `ray_` before its name; a ga
 also at its `/metrics`, without it. All have the label `deployment`. Counters end with `_total`; a
 histogram has `_bucket`, `_sum` and `_count`. Dashboards and alerts: `clusters/monitoring/`.
 
-SGLang's own metrics are not passed on: in this version it exports them from its HTTP server only,
-in whose place the gateway stands."""
+SGLang's own metrics are passed on with `engine.enable_metrics: true`, as `ray_sglang_...`:
+[monitoring.md](monitoring.md)."""
 
 _RULE = "|---|---|---|---|---|"
 

@@ -19,6 +19,7 @@ from overstory.orchestrator.app import build_app, http_options
 from overstory.orchestrator.controller_actor import end_controller, ensure_controller
 from overstory.orchestrator.errors import UserFault
 from overstory.orchestrator.front_files import sweep_dead
+from overstory.orchestrator.provision import write_dashboards_here
 from overstory.orchestrator.rank_group import CONTROL, NAMESPACE, call
 from overstory.orchestrator.spec import DeploymentSpec
 
@@ -106,6 +107,16 @@ def why_not_bindable(host: str, port: int) -> str | None:
         except OSError as error:
             return error.strerror or str(error)
     return None
+
+
+def provide_dashboards() -> list[str]:
+    """Puts our Grafana dashboards beside Ray's on the head node; their paths there."""
+    head = _head()
+    if _is_here(head):
+        return write_dashboards_here()
+    place = NodeAffinitySchedulingStrategy(head["NodeID"], soft=False)
+    task = ray.remote(write_dashboards_here).options(num_cpus=0, scheduling_strategy=place)
+    return ray.get(task.remote(), timeout=60)
 
 
 def start_app(spec: DeploymentSpec, nodes_per_replica: int) -> None:

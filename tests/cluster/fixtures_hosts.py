@@ -42,14 +42,18 @@ def start_ray(
 
 
 def start_cluster(
-    lab: Lab, cpus: dict[str, int], environment: Mapping[str, str] | None = None
+    lab: Lab,
+    cpus: dict[str, int],
+    environment: Mapping[str, str] | None = None,
+    dashboard: bool = False,
 ) -> None:
     """Ray with its head on the first host of `cpus`, which says how many each one offers."""
     token = secrets.token_hex(32)
     head, *workers = (lab.hosts[name] for name in cpus)
     for host in (head, *workers):
         host.write("/root/.ray/auth_token", token)
-    head_role = ("--head", f"--port={RAY_PORT}", "--include-dashboard=false", "--no-monitor")
+    shown = f"--include-dashboard={str(dashboard).lower()}"
+    head_role = ("--head", f"--port={RAY_PORT}", shown, "--no-monitor")
     start_ray(head, cpus[head.name], *head_role, environment=environment)
     for host in workers:
         start_worker(head, host, cpus[host.name], environment)
