@@ -79,10 +79,15 @@ class Answer:
 
 def questions(model: str) -> list[Question]:
     """All kinds of traffic: greedy and seeded, short and long, one choice and several, streamed and
-    whole, chats, stop strings, penalties, grammars."""
+    whole, chats, stop strings, penalties, grammars.
+
+    Seeds are ones under which no draw comes near a bound of its distribution (`margins`): with seed
+    5 one draw of `class Queue` falls 3e-7 from two, closer than float32 rounds alike in batches of
+    different widths, and its text was one of three.
+    """
     kinds: list[dict[str, Any]] = [
         {"max_tokens": 200, "temperature": 0, "ignore_eos": True},
-        {"max_tokens": 120, "temperature": 1.0, "seed": 5, "ignore_eos": True},
+        {"max_tokens": 120, "temperature": 1.0, "seed": 8, "ignore_eos": True},
         {"max_tokens": 40, "temperature": 0.8, "top_p": 0.9, "seed": 6, "n": 2},
         {"max_tokens": 60, "temperature": 0, "stop": ["\n\n", "return"]},
         {"max_tokens": 60, "temperature": 0, "frequency_penalty": 0.7, "min_tokens": 20},
