@@ -1,17 +1,25 @@
 """`overstory bench`: load through the endpoint, with the tree policy switched between the modes.
 
-All modes see the same prompts in one run, turn by turn; rows are medians over the rounds. Every
-prompt is sent once beforehand, so that no mode alone pays for filling the prefix cache.
+All modes see the same load in one run, turn by turn; rows are medians over the rounds. Every
+held-out prompt is sent once beforehand, so that no mode alone pays for filling the prefix cache;
+profiles that are about that cache (`long`, `shared`) make prompts of their own, new to each mode.
 """
 
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import Progress
+
+from overstory.orchestrator.bench_files import write_csv, write_plot
 from overstory.orchestrator.bench_load import Load, load_prompts
+from overstory.orchestrator.bench_profiles import PROFILES, label, requests
 from overstory.orchestrator.bench_rows import (
     BenchSettings,
     Sample,
@@ -37,17 +45,41 @@ def _first_ranks(deployment: str) -> list[dict[str, Any]]:
     return [row["steps"] for row in rows if row["rank"] == 0]
 
 
-def _measure(
-    name: str, load: Load, mode: str, cell: tuple[int, float], settings: BenchSettings
-) -> Sample:
-    concurrency, temperature = cell
+@dataclass(frozen=True)
+class _Cell:
+    """One cell in one round."""
+
+    concurrency: int
+    temperature: float
+    value: float | None
+    round_number: int
+
+    @property
+    def key(self) -> str:
+        """Unique to the cell and round."""
+        return f"{self.concurrency} {self.temperature} {self.value} {self.round_number}"
+
+
+def _measure(name: str, load: Load, mode: str, cell: _Cell, settings: BenchSettings) -> Sample:
+    profile = PROFILES[settings.profile]
+    asked = requests(profile, cell.value, load.prompts, f"{cell.key} {mode}")
     switch_policy(name, mode)
     before = _first_ranks(name)
     begun = time.monotonic()
-    answers = load.run(settings.max_new_tokens, concurrency, temperature)
+    answers = load.run(
+        settings.max_new_tokens, cell.concurrency, cell.temperature, asked, profile.open
+    )
     seconds = time.monotonic() - begun
     counters = counted(before, _first_ranks(name), mode)
-    return Sample(mode, concurrency, temperature, seconds, tuple(answers), counters)
+    return Sample(
+        mode,
+        cell.concurrency,
+        cell.temperature,
+        seconds,
+        tuple(answers),
+        counters,
+        label(profile, cell.value),
+    )
 
 
 def _warm_up(name: str, load: Load, settings: BenchSettings) -> None:
@@ -71,17 +103,26 @@ def measure(record: DeploymentRecord, settings: BenchSettings, say: Say) -> list
     try:
         _warm_up(record.name, load, settings)
         for number in range(settings.rounds):
-            for cell in settings.cells():
+            for cell in _cells(settings, number):
                 for mode in settings.order(number):
                     sample = _measure(record.name, load, mode, cell, settings)
                     samples.append(sample)
                     say(
-                        f"round {number + 1}/{settings.rounds}  {mode:<8} concurrency {cell[0]}  "
-                        f"temperature {cell[1]:g}  {sample.tokens / sample.seconds:7.1f} tokens/s"
+                        f"round {number + 1}/{settings.rounds}  {mode:<8} "
+                        f"concurrency {cell.concurrency}  temperature {cell.temperature:g}  "
+                        f"{sample.load}  {sample.tokens / sample.seconds:7.1f} tokens/s"
                     )
     finally:
         switch_policy(record.name, policy)
     return samples
+
+
+def _cells(settings: BenchSettings, round_number: int) -> list[_Cell]:
+    return [
+        _Cell(concurrency, temperature, value, round_number)
+        for value in settings.loads()
+        for concurrency, temperature in settings.cells()
+    ]
 
 
 def report(record: DeploymentRecord, settings: BenchSettings, samples: Sequence[Sample]) -> Any:
@@ -92,17 +133,44 @@ def report(record: DeploymentRecord, settings: BenchSettings, samples: Sequence[
         "settings": settings.__dict__,
         "notes": [
             "modes interleaved in one run; plain is budget 0 in the same engine, drafter loaded",
-            "load through the HTTP endpoint from this machine; prompts are in the prefix cache",
+            "load through the HTTP endpoint from this machine",
+            f"profile {settings.profile}: {PROFILES[settings.profile].help}",
         ],
         "rows": summarise(samples),
     }
 
 
-def run_bench(name: str | None, settings: BenchSettings, json_file: Path | None) -> None:
-    """Measures, prints the table and writes `json_file`."""
-    with connected(name) as record:
-        samples = measure(record, settings, lambda line: print(line, file=sys.stderr, flush=True))
+@contextmanager
+def _progress(settings: BenchSettings) -> Iterator[Say]:
+    """What shows how far it is: a bar on a terminal, else a line for each measurement."""
+    if not sys.stderr.isatty():
+        yield lambda line: print(line, file=sys.stderr, flush=True)
+        return
+    total = settings.rounds * len(_cells(settings, 0)) * len(settings.modes)
+    with Progress(*Progress.get_default_columns(), console=Console(stderr=True)) as bar:
+        task = bar.add_task("measuring", total=total)
+
+        def step(line: str) -> None:
+            bar.update(task, advance=1, description=line.strip())
+
+        yield step
+
+
+def run_bench(
+    name: str | None,
+    settings: BenchSettings,
+    json_file: Path | None,
+    csv_file: Path | None = None,
+    plot_file: Path | None = None,
+) -> None:
+    """Measures, prints the table and writes the files that are asked for."""
+    with connected(name) as record, _progress(settings) as say:
+        samples = measure(record, settings, say)
     result = report(record, settings, samples)
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=1) + "\n")
+    if csv_file is not None:
+        write_csv(result["rows"], csv_file)
+    if plot_file is not None:
+        write_plot(result["rows"], plot_file)
     print(render_rows(result["rows"]))

@@ -4,10 +4,12 @@ import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from overstory.orchestrator import client
+from overstory.orchestrator.bench_profiles import Asked
 from overstory.orchestrator.bench_rows import Answer, BenchError
 from overstory.orchestrator.state import DeploymentRecord
 
@@ -34,31 +36,53 @@ class Load:
         self._model = record.spec["served_model_name"]
         self._prompts = prompts
 
+    @property
+    def prompts(self) -> Sequence[Any]:
+        """What the prompts are made of."""
+        return self._prompts
+
     def answer(self, number: int, max_tokens: int, temperature: float) -> Answer:
         """One request, its length fixed; the seed is the prompt's number."""
+        return self._ask(Asked(self._prompts[number]), number, max_tokens, temperature)
+
+    def _ask(self, asked: Asked, number: int, max_tokens: int, temperature: float) -> Answer:
         body = {
             "model": self._model,
-            "prompt": self._prompts[number],
+            "prompt": asked.prompt,
             "max_tokens": max_tokens,
             "temperature": temperature,
             "seed": number,
             "ignore_eos": True,
         }
         begun, first, tokens = time.monotonic(), None, 0
-        for event in client.stream_completion(self._endpoint, body):
-            if first is None:
-                first = time.monotonic() - begun
-            tokens = event.usage["completion_tokens"] if event.usage else tokens
+        with closing(client.stream_completion(self._endpoint, body)) as events:
+            for place, event in enumerate(events, 1):
+                if first is None:
+                    first = time.monotonic() - begun
+                tokens = event.usage["completion_tokens"] if event.usage else tokens
+                if place == asked.leaves_after and not event.usage:
+                    return Answer(first, 0, left=True)
         if first is None or tokens != max_tokens:
             raise BenchError(f"prompt {number}: got {tokens} tokens, wanted {max_tokens}")
         return Answer(first, tokens)
 
-    def run(self, max_tokens: int, concurrency: int, temperature: float) -> list[Answer]:
-        """All prompts, `concurrency` at a time."""
-        with ThreadPoolExecutor(concurrency) as pool:
-            return list(
-                pool.map(
-                    lambda number: self.answer(number, max_tokens, temperature),
-                    range(len(self._prompts)),
-                )
-            )
+    def run(
+        self,
+        max_tokens: int,
+        concurrency: int,
+        temperature: float,
+        requests: Sequence[Asked] | None = None,
+        at_their_times: bool = False,
+    ) -> list[Answer]:
+        """All requests (unset: each prompt once), `concurrency` at a time; or each when it is due,
+        however many are under way."""
+        asked = requests or [Asked(prompt) for prompt in self._prompts]
+        begun = time.monotonic()
+
+        def send(number: int) -> Answer:
+            if at_their_times:
+                time.sleep(max(0.0, begun + asked[number].at_s - time.monotonic()))
+            return self._ask(asked[number], number, max_tokens, temperature)
+
+        with ThreadPoolExecutor(len(asked) if at_their_times else concurrency) as pool:
+            return list(pool.map(send, range(len(asked))))

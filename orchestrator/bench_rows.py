@@ -23,6 +23,13 @@ class BenchSettings:
     concurrency: tuple[int, ...]
     temperatures: tuple[float, ...]
     rounds: int
+    profile: str = "sweep"
+    values: tuple[float, ...] = ()
+    """Of the profile's variable (`bench_profiles`); empty where it has none."""
+
+    def loads(self) -> tuple[float | None, ...]:
+        """Values of the profile's variable; None alone where it has none."""
+        return self.values or (None,)
 
     def cells(self) -> list[tuple[int, float]]:
         """(concurrency, temperature) pairs."""
@@ -82,10 +89,12 @@ def parse_settings(
 
 @dataclass(frozen=True)
 class Answer:
-    """One request: seconds to its first text and new tokens."""
+    """One request: seconds to its first text and new tokens. `left`: its client went before the
+    end; its tokens are not counted then."""
 
     first_s: float
     tokens: int
+    left: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,8 @@ class Sample:
     seconds: float
     answers: tuple[Answer, ...]
     counters: Mapping[str, Any]
+    load: str = ""
+    """What the profile's variable was (`bench_profiles.label`)."""
 
     @property
     def tokens(self) -> int:
@@ -154,20 +165,21 @@ def summarise(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     `plain` of the same cell; `tokens_per_forward` is tokens per request and target forward;
     `ms_per_step` is wall time per target forward, prefill and HTTP included; `accepted_by_depth` is
     the share of drafts whose accepted path reached depth 1, 2, ...; `ttft_ms` is the median time to
-    a request's first text; `choices` counts forwards by the policy that they ran under.
+    a request's first text, `ttft_p95_ms` one of 20 took longer; `left` counts clients that went
+    early (their tokens are in no rate); `choices` counts forwards by the policy they ran under.
     """
-    cells: dict[tuple[str, int, float], list[Sample]] = {}
+    cells: dict[tuple[str, int, float, str], list[Sample]] = {}
     for sample in samples:
-        key = (sample.mode, sample.concurrency, sample.temperature)
+        key = (sample.mode, sample.concurrency, sample.temperature, sample.load)
         cells.setdefault(key, []).append(sample)
     rows = [_row(group) for group in cells.values()]
     plain = {
-        (row["concurrency"], row["temperature"]): row["tokens_per_s"]
+        (row["concurrency"], row["temperature"], row["load"]): row["tokens_per_s"]
         for row in rows
         if row["mode"] == "plain"
     }
     for row in rows:
-        base = plain.get((row["concurrency"], row["temperature"]))
+        base = plain.get((row["concurrency"], row["temperature"], row["load"]))
         row["speedup"] = _ratio(row["tokens_per_s"], base, 2) if base else None
     return rows
 
@@ -184,11 +196,14 @@ def _row(group: Sequence[Sample]) -> dict[str, Any]:
         "mode": group[0].mode,
         "concurrency": group[0].concurrency,
         "temperature": group[0].temperature,
+        "load": group[0].load,
         "tokens_per_s": round(median(rates), 2),
         "tokens_per_forward": _ratio(sum(s.counters["tokens"] for s in group), requests, 3),
         "ms_per_step": _ratio(1000 * sum(sample.seconds for sample in group), forwards, 2),
         "accepted_by_depth": [_ratio(count, requests, 4) for count in accepted],
         "ttft_ms": round(1000 * median(first), 1),
+        "ttft_p95_ms": round(1000 * sorted(first)[int(0.95 * (len(first) - 1))], 1),
+        "left": sum(answer.left for sample in group for answer in sample.answers),
         "tokens_per_s_rounds": rates,
         "requests": sum(len(sample.answers) for sample in group),
         "tokens": sum(sample.tokens for sample in group),
@@ -209,7 +224,8 @@ def _choices(group: Sequence[Sample]) -> dict[str, int]:
 def render_rows(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as a table."""
     head = ("mode", "conc", "temp", "tokens/s", "x plain", "tok/fwd", "ms/step", "TTFT ms")
-    table = [head]
+    loaded = any(row.get("load") for row in rows)
+    table = [(*head, "load") if loaded else head]
     for row in rows:
         speedup = "" if row["speedup"] is None else f"{row['speedup']:.2f}"
         table.append(
@@ -222,9 +238,10 @@ def render_rows(rows: Sequence[Mapping[str, Any]]) -> str:
                 _number(row["tokens_per_forward"], 2),
                 _number(row["ms_per_step"], 1),
                 f"{row['ttft_ms']:.0f}",
+                *((row["load"],) if loaded else ()),
             )
         )
-    widths = [max(len(line[column]) for line in table) for column in range(len(head))]
+    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
     lines = []
     for line, depths in zip(table, ["accepted by depth", *map(_depths, rows)], strict=True):
         cells = [line[0].ljust(widths[0])]

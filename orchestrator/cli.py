@@ -210,16 +210,29 @@ def bench(
     concurrency: Annotated[str, typer.Option(help="Requests at a time.")] = "1,4",
     temperature: Annotated[str, typer.Option(help="Temperatures.")] = "0,1",
     rounds: Annotated[int, typer.Option(help="Times that each row is measured.")] = 3,
+    profile: Annotated[
+        str, typer.Option(help="Kind of load: sweep, rates, long, shared or churn.")
+    ] = "sweep",
+    values: Annotated[
+        str, typer.Option(help="Of the profile's variable (requests/s, tokens, ...).")
+    ] = "",
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the rows here.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Write an SVG here.")] = None,
 ) -> None:
     """Measure plain, chain and tree decoding through the endpoint, interleaved in one run."""
     with _told():
+        from dataclasses import replace
+
+        from overstory.orchestrator.bench_profiles import profile_of
         from overstory.orchestrator.bench_rows import parse_settings
 
         settings = parse_settings(modes, prompts, max_new_tokens, concurrency, temperature, rounds)
+        kind, taken = profile_of(profile, values)
+        settings = replace(settings, profile=kind.name, values=taken)
         _known(name)
         from overstory.orchestrator.bench import run_bench
 
-        run_bench(name, settings, json_file)
+        run_bench(name, settings, json_file, csv_file, plot_file)
 
 
 app.add_typer(cli_keys.app, name="key")
