@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from overstory.workers.seam.attention import OverstoryCpuAttention, plan_forward
+from overstory.workers.seam.attention import OverstoryCpuAttention
 from overstory.workers.seam.cuda_attention import OverstoryAttention
+from overstory.workers.seam.cuda_block_attention import BlockAttention
 from overstory.workers.seam.cuda_limits import AttentionShape
 
 if TYPE_CHECKING:
@@ -21,16 +22,6 @@ if TYPE_CHECKING:
     from harness import EngineHarness
 
 _RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
-
-
-class GraphedCpuAttention(OverstoryCpuAttention):
-    """For the drafter: plans before each replay what Triton's backend would."""
-
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Nothing is held."""
-
-    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        self.plan = plan_forward(forward_batch, self.req_to_token_pool.req_to_token)
 
 
 class RerunBackend:
@@ -85,15 +76,16 @@ class RerunRecorder:
         return again
 
 
-def put_backends(monkeypatch: pytest.MonkeyPatch, max_rows: int) -> None:
-    """Targets made from now on use `OverstoryAttention`, on the reference ops."""
+def put_backends(monkeypatch: pytest.MonkeyPatch, max_rows: int, block_size: int = 8) -> None:
+    """Targets made from now on use `OverstoryAttention`, on the reference ops, and their drafters
+    `BlockAttention`."""
     from sglang.srt.model_executor.model_runner_components import attention_backend_setup as setup
 
     from overstory.workers.seam import cuda_attention
 
     def make(runner: Any) -> Any:
         if runner.is_draft_worker:
-            return GraphedCpuAttention(runner)
+            return BlockAttention(runner, OverstoryCpuAttention(runner), block_size)
         return OverstoryAttention(runner, OverstoryCpuAttention(runner))
 
     monkeypatch.setattr(cuda_attention, "attention_shape", lambda _: AttentionShape(8, max_rows))

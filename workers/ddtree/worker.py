@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,12 @@ from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from overstory.kernels.ops import tree_accept
 from overstory.kernels.reference import Accepted, Tree
 from overstory.workers import tree_policy
-from overstory.workers.ddtree.algorithm import own_algorithm, starting_policy, wants_table
+from overstory.workers.ddtree.algorithm import (
+    CAPTURED_BACKEND,
+    own_algorithm,
+    starting_policy,
+    wants_table,
+)
 from overstory.workers.ddtree.commit import TargetKv, extend_drafter
 from overstory.workers.ddtree.decisions import DecisionGroup
 from overstory.workers.ddtree.draft import Drafter, root_tree
@@ -38,8 +44,11 @@ from overstory.workers.ddtree.verify import RowLayout, row_layout, verify
 from overstory.workers.policy.chooser import StepChooser, spare_opted_out
 from overstory.workers.policy.options import Options
 from overstory.workers.scheduler_view import note_choice
+from overstory.workers.seam.cuda_block_attention import BlockAttention
 from overstory.workers.step_stats import STATS
 from overstory.workers.tree_policy import TreePolicy
+
+logger = logging.getLogger(__name__)
 
 Publish = Callable[[torch.Tensor], None] | None
 
@@ -93,6 +102,17 @@ class DDTreeWorker(DFlashWorkerV2):
             self.limits.max_nodes,
             automatic=wants_table(),
         )
+
+    def init_attention_backends(self) -> None:
+        """The drafter's: with the target on our kernels its blocks are split over their keys."""
+        super().init_attention_backends()
+        if self.server_args.attention_backend == CAPTURED_BACKEND:
+            served = BlockAttention.install(self.draft_model_runner, self.limits.block_size)
+            if not served:
+                logger.warning(
+                    "the drafter's attention stays SGLang's, which is slow at long contexts: it "
+                    "has sliding windows, a type of other than 16 bits or large groups of heads"
+                )
 
     def init_cuda_graphs(self) -> None:
         """Captures the drafter, and the target for each number of rows that policies may ask for.
