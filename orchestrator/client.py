@@ -5,7 +5,7 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +76,7 @@ def ready(endpoint: str, timeout_s: float = 5.0) -> tuple[bool, str]:
 
 def stream_completion(
     endpoint: str, body: dict[str, Any], chat: bool = False, timeout_s: float = 600.0
-) -> Iterator[Event]:
+) -> Generator[Event, None, None]:
     """Pieces of one completion as they come; `body` is OpenAI's without `stream`.
 
     Raises:

@@ -25,7 +25,12 @@ PROMPT = '''def binary_search(items, wanted):
     """Index of wanted in the sorted list items, or -1."""
 '''
 DEPLOY_TIMEOUT_S = 600.0
-_ON_ONE_GPU = ("resources.device=cuda", "engine.tp_size=1")
+_ON_ONE_GPU = (
+    *("resources.device=cuda", "engine.tp_size=1", "engine.attention_backend=overstory"),
+    # A small model: neither all of the GPU's memory nor graphs for hundreds of requests.
+    *("engine.mem_fraction_static=0.3", "engine.max_total_tokens=65536"),
+    *("engine.max_running_requests=8", "engine.cuda_graph_bs_decode=[1,2,4,8]"),
+)
 
 
 def chosen_device(wanted: str, gpus: int) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from overstory.orchestrator import demo
+from overstory.orchestrator.engine_flags import resolve_engine
 from overstory.orchestrator.errors import UserFault
 from overstory.orchestrator.spec import load_spec
 
@@ -116,6 +117,8 @@ def test_a_gpu_is_taken_where_there_is_one(
     )
     demo.demo(FILE, wanted)
     assert [(spec.resources.device, spec.tp_size) for spec in deployed] == [(device, ranks)]
+    backend = resolve_engine(deployed[0]).server_args["attention_backend"]
+    assert backend == ("overstory" if device == "cuda" else "torch_native")
 
 
 def test_a_gpu_that_is_not_there_is_an_error(stage: _Stage) -> None:
