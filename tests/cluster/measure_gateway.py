@@ -1,0 +1,308 @@
+"""What the gateway costs: the endpoint against SGLang's own HTTP server, one engine, one run.
+
+Both servers are up; each cell is measured turn by turn, one of them under load while the other
+idles. The client is the same process for both. Tokens/s are those of whole rounds, medians over
+them; the first token's time is that of the first event of a stream.
+
+    .venv/bin/python tests/cluster/measure_gateway.py --json docs/benchmarks/gateway_cpu.json
+    .venv/bin/python tests/cluster/measure_gateway.py --device cuda --json gateway_h200.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+import psutil
+from gateway_load import Timed, load, times_of_get
+from leftovers import wait_until
+from measure_deployment import role
+
+from overstory.orchestrator.bench_load import load_prompts
+from overstory.orchestrator.control import connected
+from overstory.orchestrator.deploy import deploy, take_down
+from overstory.orchestrator.engine_flags import resolve_engine
+from overstory.orchestrator.host_facts import host_facts
+from overstory.orchestrator.local_ray import free_port
+from overstory.orchestrator.progress import Progress
+from overstory.orchestrator.replica_setup import policy_environment
+from overstory.orchestrator.spec import DeploymentSpec, load_spec
+from overstory.orchestrator.state import DeploymentRecord, read_state
+
+LOCAL = Path(__file__).parents[2] / "clusters" / "local" / "deployment.yaml"
+SERVER = Path(__file__).with_name("sglang_server.py")
+START_S = 600.0
+HOPS = 40
+OURS, THEIRS = "gateway", "sglang"
+
+
+# -------------------------------------------------------------------- servers
+
+
+def spec_of(given: argparse.Namespace) -> DeploymentSpec:
+    """The deployment to measure."""
+    return load_spec(
+        LOCAL,
+        [
+            f"gateway.port={free_port()}",
+            f"resources.device={given.device}",
+            f"engine.tp_size={given.tp}",
+            f"engine.max_running_requests={max(given.concurrency)}",
+            f"tree.budget={given.budget}",
+            *given.set,
+        ],
+    )
+
+
+@contextmanager
+def sglang_server(spec: DeploymentSpec, port: int) -> Iterator[psutil.Process]:
+    """SGLang's server at a port; ready."""
+    fields = resolve_engine(spec).server_args
+    command = [sys.executable, str(SERVER), spec.resources.device, str(spec.resources.threads)]
+    with tempfile.TemporaryFile("w+") as words:
+        process = subprocess.Popen(
+            [*command, str(port), json.dumps(fields)],
+            env=os.environ | spec.environment | policy_environment(spec),
+            stdout=words,
+            stderr=words,
+            start_new_session=True,
+        )
+        try:
+            wait_until(
+                lambda: process.poll() is not None or _is_up(port), START_S, "SGLang's server"
+            )
+            if process.poll() is not None:
+                words.seek(0)
+                raise RuntimeError(f"SGLang's server ended: {words.read()[-3000:]}")
+            yield psutil.Process(process.pid)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _is_up(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=10).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@contextmanager
+def deployment(spec: DeploymentSpec) -> Iterator[psutil.Process]:
+    """The deployment, up on a Ray of its own, whose first process is given."""
+    record: DeploymentRecord | None = None
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["OVERSTORY_STATE"] = str(Path(folder) / "state.json")
+        try:
+            record = deploy(spec, Progress(sys.stderr), START_S)
+            own = read_state().local_ray
+            if own is None:
+                raise RuntimeError("another Ray runs here; this measures one of its own")
+            yield psutil.Process(own.pid)
+        finally:
+            if record is not None:
+                take_down(record.name)
+
+
+# -------------------------------------------------------------------- what is measured
+
+
+def bodies(given: argparse.Namespace, name: str, concurrency: int) -> list[dict[str, Any]]:
+    """The requests of a cell: texts, since both servers are to tokenize."""
+    prompts = load_prompts(min(given.prompts, 16), as_ids=False)
+    count = max(given.requests, concurrency)
+    return [
+        {
+            "model": name,
+            "prompt": prompts[number % len(prompts)],
+            "max_tokens": given.tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        for number in range(count)
+    ]
+
+
+def cpu_s(first: psutil.Process, name: Callable[[psutil.Process], str]) -> collections.Counter[str]:
+    """CPU seconds of a process and all below it, by what they are."""
+    used: collections.Counter[str] = collections.Counter()
+    for process in (first, *first.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):
+            used[name(process)] += sum(process.cpu_times()[:2])
+    return used
+
+
+def sglang_role(process: psutil.Process) -> str:
+    """Role of a process of SGLang's server by its title."""
+    title = " ".join(process.cmdline())
+    kinds = ("scheduler", "detokenizer")
+    return next((kind for kind in kinds if kind in title), "HTTP, tokenizer, others")
+
+
+class Bench:
+    """Both servers by name: their ports, first processes, and what their processes are called."""
+
+    def __init__(self, given: argparse.Namespace, model: str) -> None:
+        self.given = given
+        self.model = model
+        self.ports: dict[str, int] = {}
+        self.firsts: dict[str, psutil.Process] = {}
+
+    def measure(self) -> list[dict[str, Any]]:
+        """Rows: one for each server and concurrency."""
+        found: dict[tuple[str, int], list[dict[str, Any]]] = collections.defaultdict(list)
+        for server in (OURS, THEIRS):  # Each prompt once: the prefix caches are filled.
+            asyncio.run(load(self.ports[server], bodies(self.given, self.model, 16), 4))
+        for number in range(self.given.rounds):
+            for concurrency in self.given.concurrency:
+                turn = (OURS, THEIRS) if number % 2 else (THEIRS, OURS)
+                for server in turn:
+                    cell = self._cell(server, concurrency)
+                    found[server, concurrency].append(cell)
+                    print(f"round {number + 1}  {server:<8} {concurrency:>3}  {cell}", flush=True)
+        return [summed(server, number, cells) for (server, number), cells in found.items()]
+
+    def _cell(self, server: str, concurrency: int) -> dict[str, Any]:
+        name = role if server == OURS else sglang_role
+        asked = bodies(self.given, self.model, concurrency)
+        before, begun = cpu_s(self.firsts[server], name), time.perf_counter()
+        answers = asyncio.run(load(self.ports[server], asked, concurrency))
+        seconds = time.perf_counter() - begun
+        used = cpu_s(self.firsts[server], name) - before
+        return figures(answers, seconds) | {"cpu_s": {k: round(v, 2) for k, v in used.items()}}
+
+    def first_token(self, count: int) -> dict[str, Any]:
+        """Milliseconds to the one token of an answer, one request at a time, turn by turn; and of
+        a GET that goes no further than the gateway."""
+        times: dict[str, list[float]] = {OURS: [], THEIRS: []}
+        body = {**bodies(self.given, self.model, 1)[0], "max_tokens": 1}
+        for _ in range(count):
+            for server in (OURS, THEIRS):
+                answer = asyncio.run(load(self.ports[server], [body], 1))[0]
+                times[server].append(answer.first_s)
+        models = {
+            server: asyncio.run(times_of_get(self.ports[server], "/v1/models", count))
+            for server in (OURS, THEIRS)
+        }
+        rows = {f"one token, {server}": spread(one) for server, one in times.items()}
+        rows |= {f"GET /v1/models, {server}": spread(one) for server, one in models.items()}
+        return rows
+
+
+def figures(answers: list[Timed], seconds: float) -> dict[str, Any]:
+    """Of one cell in one round."""
+    return {
+        "tokens_per_s": round(sum(answer.tokens for answer in answers) / seconds, 2),
+        "first_ms": round(1000 * median(answer.first_s for answer in answers), 2),
+        "events": sum(answer.events for answer in answers),
+        "tokens": sum(answer.tokens for answer in answers),
+    }
+
+
+def summed(server: str, concurrency: int, cells: list[dict[str, Any]]) -> dict[str, Any]:
+    """One row of a cell: medians over the rounds."""
+    return {
+        "server": server,
+        "concurrency": concurrency,
+        "tokens_per_s": round(median(cell["tokens_per_s"] for cell in cells), 2),
+        "first_ms": round(median(cell["first_ms"] for cell in cells), 2),
+        "tokens_per_s_rounds": [cell["tokens_per_s"] for cell in cells],
+        "first_ms_rounds": [cell["first_ms"] for cell in cells],
+        "tokens": sum(cell["tokens"] for cell in cells),
+        "events": sum(cell["events"] for cell in cells),
+        "cpu_s": dict(
+            sum((collections.Counter(cell["cpu_s"]) for cell in cells), start=collections.Counter())
+        ),
+    }
+
+
+def spread(times: list[float]) -> dict[str, float]:
+    """Median and tenths in milliseconds."""
+    ordered = sorted(times)
+    at = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
+    return {k: round(1000 * ordered[int(q * (len(ordered) - 1))], 2) for k, q in at.items()}
+
+
+def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The gateway against SGLang's server by concurrency."""
+    by = {(row["server"], row["concurrency"]): row for row in rows}
+    return [
+        {
+            "concurrency": concurrency,
+            "share_of_tokens_per_s": round(
+                by[OURS, concurrency]["tokens_per_s"] / by[THEIRS, concurrency]["tokens_per_s"], 3
+            ),
+            "first_token_added_ms": round(
+                by[OURS, concurrency]["first_ms"] - by[THEIRS, concurrency]["first_ms"], 2
+            ),
+        }
+        for concurrency in sorted({row["concurrency"] for row in rows})
+    ]
+
+
+# -------------------------------------------------------------------- command line
+
+
+def parse() -> argparse.Namespace:
+    """Options."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--budget", type=int, default=31, help="of the tree; 0: plain decoding")
+    parser.add_argument("--concurrency", default="1,8,32")
+    parser.add_argument("--requests", type=int, default=8, help="of a cell, at least")
+    parser.add_argument("--tokens", type=int, default=96, help="of an answer")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--set", action="append", default=[], help="KEY=VALUE of the deployment")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    given.concurrency = [int(part) for part in given.concurrency.split(",")]
+    return given
+
+
+def main() -> None:
+    """Measures and says what it found."""
+    given = parse()
+    spec = spec_of(given)
+    bench = Bench(given, spec.served_model_name)
+    bench.ports = {OURS: spec.gateway.port, THEIRS: free_port()}
+    facts = host_facts()
+    with sglang_server(spec, bench.ports[THEIRS]) as theirs, deployment(spec) as ours:
+        bench.firsts = {OURS: ours, THEIRS: theirs}
+        with connected(spec.name):
+            rows = bench.measure()
+            first = bench.first_token(HOPS)
+    result = {
+        "host": facts,
+        "settings": {k: v for k, v in vars(given).items() if k != "json"},
+        "engine": resolve_engine(spec).server_args,
+        "compared": compared(rows),
+        "first_token_ms": first,
+        "rows": rows,
+    }
+    if given.json:
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({"compared": result["compared"], "first_token_ms": first}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
