@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from overstory.orchestrator import cluster, serving
+from overstory.orchestrator.change_turn import turn_to_change
 from overstory.orchestrator.control import ControlError, ask_controller, connected
 from overstory.orchestrator.plan import PlanError, check_models, make_plan
 from overstory.orchestrator.progress import Progress, describe_ranks, failure_text
@@ -30,7 +31,7 @@ from overstory.orchestrator.restart_rules import (
     refuse_changes,
 )
 from overstory.orchestrator.spec import DeploymentSpec, parse_spec
-from overstory.orchestrator.state import DeploymentRecord, changing_state
+from overstory.orchestrator.state import DeploymentRecord, changing_state, read_state
 
 _POLL_S = 0.5
 _CAUSE_S = 5.0
@@ -65,9 +66,9 @@ def restart(
         RestartError: refused (the state is untouched), or stopped at a replica that failed.
         PlanError: the model or drafter cannot be used.
     """
-    with connected(name) as record:
+    with connected(name) as known, turn_to_change(known.name):
         serving.quiet_serve_logs()
-        record = with_finished_restart(record)
+        record = with_finished_restart(read_state().pick(known.name))
         spec = parse_spec(record.spec)
         wanted = wanted or spec
         if wanted.name != record.name:

@@ -9,13 +9,14 @@ import dataclasses
 import time
 
 from overstory.orchestrator import cluster, serving
+from overstory.orchestrator.change_turn import turn_to_change
 from overstory.orchestrator.control import ControlError, ask_controller, connected
 from overstory.orchestrator.errors import UserFault
 from overstory.orchestrator.plan import make_plan
 from overstory.orchestrator.progress import Progress, describe_ranks
 from overstory.orchestrator.restart import refuse_if_changing, with_finished_restart
 from overstory.orchestrator.spec import DeploymentSpec, parse_spec
-from overstory.orchestrator.state import DeploymentRecord, changing_state
+from overstory.orchestrator.state import DeploymentRecord, changing_state, read_state
 
 _POLL_S = 0.5
 
@@ -34,9 +35,9 @@ def scale(name: str | None, replicas: int, progress: Progress, timeout_s: float)
     """
     if replicas < 1:
         raise ScaleError(f"replicas: got {replicas}, wanted at least 1; `overstory down` ends all")
-    with connected(name) as record:
+    with connected(name) as known, turn_to_change(known.name):
         serving.quiet_serve_logs()
-        record = with_finished_restart(record)
+        record = with_finished_restart(read_state().pick(known.name))
         refuse_if_changing(record.name)
         spec = parse_spec(record.spec)
         more = replicas - spec.replicas
