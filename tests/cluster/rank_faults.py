@@ -6,6 +6,8 @@ Ranks load them by `OVERSTORY_RANK_EXTENSIONS=rank_faults:register`; no product 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from overstory.workers.commands import CommandContext, Register
 
 
@@ -30,6 +32,7 @@ def swap_token(context: CommandContext, arguments: Mapping[str, Any]) -> int:
 
 
 def raise_error(context: CommandContext, arguments: Mapping[str, Any]) -> None:
-    """An error in the event loop of one rank."""
+    """An error in the event loop of one rank; of torch's type `kind` if that is given."""
     if context.rank == arguments["rank"]:
-        raise RuntimeError(arguments["message"])
+        kind = getattr(torch, arguments["kind"]) if "kind" in arguments else RuntimeError
+        raise kind(arguments["message"])

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import ray
-from fault_kit import Deployment, dead_fronts, starve
+from fault_kit import Deployment, dead_fronts, pids_titled, starve
 from fixtures_endpoint import REAL_START_S, _serve, pair_paths, ready
 from leftovers import actors_of, placement_groups, wait_until
 
@@ -28,7 +28,7 @@ from overstory.orchestrator.controller_actor import (
     find_controller,
 )
 from overstory.orchestrator.rank_group import NAMESPACE
-from overstory.orchestrator.serving import remove_app, set_replicas
+from overstory.orchestrator.serving import remove_app, replica_states, set_replicas
 from overstory.orchestrator.spec import DeploymentSpec
 from overstory.workers.tiny.paths import resolve_model
 
@@ -140,6 +140,20 @@ def test_a_killed_replica(broken: Deployment, streams: dict[str, Any]) -> None:
 
 
 @pytest.mark.full
+def test_serve_s_controller_and_a_replica_killed_together(
+    broken: Deployment, streams: dict[str, Any]
+) -> None:
+    """Nobody is there to see the replica go: neither it nor its placement group is forgotten."""
+    before = broken.replica_pids()
+    (controller,) = pids_titled("ray::ServeController")
+    os.kill(controller, signal.SIGKILL)
+    os.kill(min(before), signal.SIGKILL)
+    wait_until(lambda: len(broken.replica_pids() - before) == 1, 120, "a new replica process")
+    broken.await_whole(REPLICAS)
+    assert len(placement_groups()) == REPLICAS
+
+
+@pytest.mark.full
 def test_a_killed_controller(broken: Deployment, streams: dict[str, Any]) -> None:
     controller = find_controller(broken.name)
     assert controller is not None
@@ -171,6 +185,39 @@ def test_a_killed_gateway_ends_its_streams_soon_and_a_retry_gives_the_text(
     assert {key: stream.result() for key, stream in again.items()} == texts
     assert broken.rank_processes() == ranks, "no rank was touched"
     wait_until(broken.endpoint.idle, 30, "what the dead gateway had asked for is gone")
+
+
+@pytest.mark.full
+def test_a_gateway_that_is_killed_during_a_hand_off(
+    broken: Deployment, texts: dict[str, str]
+) -> None:
+    """One of two replicas is to go, its streams are on their way to the other: their gateway dies.
+    As without a hand-off they end soon, and a retry gives the text; the change goes on."""
+    broken.await_whole(REPLICAS)
+    under_way = [broken.client.stream(PROMPT, **how) for how in HOW.values() for _ in range(2)]
+    for stream in under_way:
+        stream.wait_for(20)
+    set_replicas(broken.name, 1)
+    wait_until(
+        lambda: set(replica_states(broken.name).values()) != {"RUNNING"}, 60, "a replica to go"
+    )
+    os.kill(broken.gateway_pid(), signal.SIGKILL)
+    begun = time.monotonic()
+    assert len(replica_states(broken.name)) == REPLICAS, "the hand-off was over before"
+    for stream in under_way:
+        stream.done.exception(30)
+        assert stream.finish is None
+        assert any(text.startswith(stream.text) for text in texts.values())
+    assert time.monotonic() - begun < NOTICE_S
+    broken.await_whole(1)
+    again = {key: broken.client.stream(PROMPT, **how) for key, how in HOW.items()}
+    assert {key: stream.result() for key, stream in again.items()} == texts
+    wait_until(broken.endpoint.idle, 30, "what the dead gateway had asked for is gone")
+    wait_until(lambda: len(broken.rank_processes()) == 1, 30, "the ranks of the other to end")
+    assert len(placement_groups()) == 1
+    assert not dead_fronts()
+    set_replicas(broken.name, REPLICAS)
+    broken.await_whole(REPLICAS)
 
 
 @pytest.mark.full

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -18,7 +19,10 @@ from live_engine import LiveEngine, Stream
 from overstory.orchestrator.controller_actor import end_controller, ensure_controller
 from overstory.orchestrator.engine_errors import EngineDead
 from overstory.orchestrator.lease import Command
+from overstory.orchestrator.local_process import LocalProcess
+from overstory.orchestrator.rank_group import CONTROL, NAMESPACE, RankGroup, RankPlan, call
 from overstory.workers.death_note import EXIT_DIVERGED, EXIT_LOOP_FAILED, EXIT_WATCHDOG
+from overstory.workers.rank import RankIdentity
 
 LEASE_STEPS = 16
 WATCHDOG_S = 12  # above the lease time-out of `LiveEngine`
@@ -127,6 +131,84 @@ def test_an_error_in_the_loop_ends_the_replica_with_its_traceback(
     assert "RuntimeError: deliberate" in error.death.cause
     assert "rank_faults.py" in error.death.detail
     assert error.death.phase == "serving"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kind", "message", "memory"),
+    [
+        ("AcceleratorError", "CUDA error: an illegal memory access was encountered", False),
+        ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB.", True),
+    ],
+)
+def test_an_error_of_cuda_on_one_rank_ends_both_and_is_named(
+    launch: Callable[..., LiveEngine], kind: str, message: str, memory: bool
+) -> None:
+    """Raised where CUDA's would be; the other rank waits for it in a collective."""
+    live = launch(policy="chain")
+    stream = live.stream(1500)
+    stream.wait_for(5)
+    live.attach()
+    fault = {"rank": 1, "kind": kind, "message": message}
+    live.grant(1000, "chain", Command("fault.raise", fault))
+    begun = time.monotonic()
+    death = failure(stream).death
+    assert time.monotonic() - begun < NOTICE_S / 4
+    assert (death.rank, death.exit_code, death.out_of_memory) == (1, EXIT_LOOP_FAILED, memory)
+    assert message in death.cause
+    assert live.process(0).wait_gone(10), "its peer is ended"
+
+
+@pytest.mark.full
+def test_a_rank_that_is_killed_at_its_start_does_not_keep_the_other_waiting(
+    launch: Callable[..., LiveEngine],
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        launching = pool.submit(launch)
+        first, second = (starting_rank(rank) for rank in (0, 1))
+        os.kill(second.pid, signal.SIGKILL)
+        begun = time.monotonic()
+        with pytest.raises(EngineDead) as caught:
+            launching.result(NOTICE_S)
+    assert time.monotonic() - begun < NOTICE_S / 2
+    assert (caught.value.death.rank, caught.value.death.signal) == (1, "SIGKILL")
+    assert LocalProcess(first.host, first.pid, first.started).wait_gone(10)
+
+
+@pytest.mark.full
+def test_a_rank_that_hangs_at_its_start_is_named_at_the_deadline() -> None:
+    plan = RankPlan("test-hang", "r1", 2, cpus_per_rank=0.1, start_timeout_s=20)
+    group = RankGroup.launch(plan)
+    try:
+        identities = [
+            ray.get(call(actor, CONTROL, "identity"), timeout=60) for actor in group.actors
+        ]
+        os.kill(identities[1].pid, signal.SIGSTOP)
+        with pytest.raises(TimeoutError, match=r"not up within 20 s: .*rank 1 starting"):
+            group.await_imports()
+        for one in identities:
+            assert LocalProcess(one.host, one.pid, one.started).wait_gone(10)
+    finally:
+        group.end()
+
+
+def starting_rank(rank: int) -> RankIdentity:
+    """The process of a rank that loads weights."""
+    found: list[RankIdentity] = []
+
+    def loads() -> bool:
+        names = [row["name"] for row in ray.util.list_named_actors(all_namespaces=True)]
+        for name in names:
+            if name.startswith("overstory/test-") and name.endswith(f"/rank-{rank}"):
+                with contextlib.suppress(ValueError, ray.exceptions.RayError):
+                    actor = ray.get_actor(name, namespace=NAMESPACE)
+                    phase = ray.get(call(actor, CONTROL, "phase"), timeout=30)["phase"]
+                    if phase in ("weights", "memory"):
+                        found.append(ray.get(call(actor, CONTROL, "identity"), timeout=30))
+        return bool(found)
+
+    wait_until(loads, 120, "a rank that loads weights")
+    return found[0]
 
 
 @pytest.mark.full

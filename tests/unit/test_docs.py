@@ -10,6 +10,7 @@ from overstory.orchestrator import cli_reference, spec_reference
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *ROOT.glob("workers/**/*.md")]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+TEST = re.compile(r"`(test_\w+)(?:::(\w+))?`")
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 
 
@@ -62,3 +63,12 @@ def test_every_setting_is_in_the_reference() -> None:
     text = spec_reference.reference()
     for key in ("`tree.budget`", "`gateway.port`", "`control.lease_steps`", "`resources.device`"):
         assert f"| {key} |" in text
+
+
+@pytest.mark.parametrize("page", ["failure.md", "field-reports.md"])
+def test_tests_that_a_page_names_are_there(page: str) -> None:
+    files = {file.stem: file.read_text() for file in (ROOT / "tests").rglob("test_*.py")}
+    named = TEST.findall((ROOT / "docs" / page).read_text())
+    assert len(named) > 20
+    assert [file for file, _ in named if file not in files] == []
+    assert [test for file, test in named if test and f"def {test}(" not in files[file]] == []
