@@ -5,7 +5,7 @@ idles. The client is the same process for both. Tokens/s are those of whole roun
 them; the first token's time is that of the first event of a stream.
 
     .venv/bin/python tests/cluster/measure_gateway.py --json docs/benchmarks/gateway_cpu.json
-    .venv/bin/python tests/cluster/measure_gateway.py --device cuda --json gateway_h200.json
+    tests/gpu/gateway_session.sh OUT SECONDS       the same on a GPU
 """
 
 from __future__ import annotations
@@ -49,6 +49,13 @@ SERVER = Path(__file__).with_name("sglang_server.py")
 START_S = 600.0
 HOPS = 40
 OURS, THEIRS = "gateway", "sglang"
+ON_A_GPU = (
+    "engine.attention_backend=overstory",
+    "engine.disable_prefill_cuda_graph=true",
+    "engine.mem_fraction_static=0.3",  # two engines on one GPU
+    "engine.max_total_tokens=131072",
+    "engine.cuda_graph_bs_decode=[1,8,32]",
+)
 
 
 # -------------------------------------------------------------------- servers
@@ -61,6 +68,7 @@ def spec_of(given: argparse.Namespace) -> DeploymentSpec:
         [
             f"gateway.port={free_port()}",
             f"resources.device={given.device}",
+            *(ON_A_GPU if given.device == "cuda" else ()),
             f"engine.tp_size={given.tp}",
             f"engine.max_running_requests={max(given.concurrency)}",
             f"tree.budget={given.budget}",
