@@ -16,7 +16,7 @@ PINS := $(shell (cat constraints.txt setup.py; sed '/^\[tool.ruff/,$$d' pyprojec
 	| sha256sum | cut -c1-16)
 STAMP := $(VENV)/.ready-$(PINS)
 
-.PHONY: env demo down test test-unit test-full soak lint format help
+.PHONY: env demo down docs test test-unit test-full soak lint format help
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -58,6 +58,12 @@ test-full: env
 ## make soak       ten minutes of mixed traffic with a random fault every 20 s (SECONDS=, EVERY=, SEED=)
 soak: env
 	$(BIN)/python tests/cluster/soak.py --seconds $(SECONDS) --every $(EVERY) --seed $(SEED)
+
+## make docs       the documentation as a site in site/; a broken link fails it
+docs: env
+	@test -x $(VENV)-docs/bin/mkdocs || { $(BIN)/python -m venv $(VENV)-docs \
+		&& $(VENV)-docs/bin/pip install -q --disable-pip-version-check 'mkdocs>=1.6,<2'; }
+	$(VENV)-docs/bin/mkdocs build --strict
 
 ## make lint       ruff and mypy
 lint: env
