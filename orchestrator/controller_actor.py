@@ -50,7 +50,7 @@ class _ControllerActor:
         self._replicas = FleetWatch(
             Fleet(time.monotonic),
             _actor_names,
-            functools.partial(_leaving, deployment),
+            functools.partial(_serve_view, deployment),
             functools.partial(_drop_replica, deployment),
         )
         self._controller.start()
@@ -125,16 +125,20 @@ async def _actor_names() -> list[str]:
     return [row["name"] for row in listed]
 
 
-async def _leaving(deployment: str) -> list[str]:
-    """Replicas that Serve is taking out; none where Serve does not run or know the deployment."""
+async def _serve_view(deployment: str) -> tuple[list[str], int | None]:
+    """Replicas that Serve is taking out, and how many it wants; none and None where Serve does not
+    run or know the deployment."""
     try:
         controller = await asyncio.to_thread(ray.get_actor, "SERVE_CONTROLLER_ACTOR", "serve")
     except ValueError:
-        return []
+        return [], None
     details = await controller.get_serve_instance_details.remote()
     app = details["applications"].get(deployment, {"deployments": {}})
-    replicas = app["deployments"].get("Replica", {"replicas": []})["replicas"]
-    return [row["replica_id"] for row in replicas if row["state"] == "STOPPING"]
+    replicas = app["deployments"].get("Replica")
+    if replicas is None:
+        return [], None
+    leaving = [row["replica_id"] for row in replicas["replicas"] if row["state"] == "STOPPING"]
+    return leaving, replicas["target_num_replicas"]
 
 
 async def _drop_replica(deployment: str) -> None:

@@ -3,6 +3,9 @@
 Pure; the caller brings the clock. A slot is one of the deployment's copies of the model over its
 lives (`ReplicaHealth`). Serve does not say which dead replica a new one replaces: it is the one
 that has waited longest. A new process for which no slot waits is a new slot (deploy, scale, surge).
+
+Serve sees a process vanish at once, a fleet some looks later: the successor may have begun by then,
+in a slot of its own. Where more wait and live than Serve wants, the youngest was that successor.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ class _Slot:
     actor: str = ""
     absent: int = 0
     waits_since_s: float = 0.0
+    begun_s: float = 0.0
 
 
 class Fleet:
@@ -53,16 +57,15 @@ class Fleet:
         """
         if self._find(name) is not None:
             return
-        waiting = [slot for slot in self._slots if slot.health.state is State.RESTARTING]
-        if waiting:
+        if waiting := self._waiting():
             slot = min(waiting, key=lambda one: one.waits_since_s)
             slot.health.begun(name)
-            slot.actor, slot.absent = actor, 0
+            slot.actor, slot.absent, slot.begun_s = actor, 0, self._clock()
             return
         for slot in self._slots:
             if slot.health.budget_spent:
                 raise GivenUp(slot.health.reason)
-        self._slots.append(_Slot(ReplicaHealth(limits, self._clock, name), actor))
+        self._add(name, actor, limits)
 
     def said(self, name: str, actor: str, limits: HealthLimits, word: dict[str, Any]) -> None:
         """A replica's regular word about itself.
@@ -78,7 +81,7 @@ class Fleet:
             try:
                 self.begun(name, actor, limits)
             except GivenUp:  # It has begun before this fleet gave up: it may stay.
-                self._slots.append(_Slot(ReplicaHealth(limits, self._clock, name), actor))
+                self._add(name, actor, limits)
             slot = self._find(name)
             assert slot is not None
         health = slot.health
@@ -120,12 +123,15 @@ class Fleet:
 
     # ------------------------------------------------------------------ what is seen
 
-    def look(self, actors: Collection[str], leaving: Collection[str] = ()) -> int:
+    def look(
+        self, actors: Collection[str], leaving: Collection[str] = (), wanted: int | None = None
+    ) -> int:
         """Compares with what Ray and Serve know; what time and absence have ended is decided.
 
         Args:
             actors: names of the actors that Ray knows.
             leaving: names of the replicas that Serve is taking out.
+            wanted: how many replicas Serve wants; None if it does not say.
 
         Returns:
             number of replicas that are given up now.
@@ -139,15 +145,15 @@ class Fleet:
                 if slot.absent >= ABSENT_LOOKS:
                     slot.health.died("its process is gone without a word (killed, or its node is)")
             given_up += self._decide(slot)
+        if wanted is not None:
+            self._find_successors(wanted)
         return given_up
 
     def asked_for(self, replicas: int) -> None:
         """A user asks for so many replicas: what was given up is forgotten, and with it what waits
         for a successor beyond that number."""
         self._slots = [slot for slot in self._slots if not slot.health.budget_spent]
-        lasting = [slot for slot in self._slots if slot.health.state in ALIVE - {State.DRAINING}]
-        waiting = [slot for slot in self._slots if slot.health.state is State.RESTARTING]
-        for slot in waiting[max(0, replicas - len(lasting)) :]:
+        for slot in self._waiting()[max(0, replicas - len(self._lasting())) :]:
             self._slots.remove(slot)
 
     # ------------------------------------------------------------------ picture
@@ -172,6 +178,30 @@ class Fleet:
         return [slot.health.picture() for slot in self._slots]
 
     # ------------------------------------------------------------------ inside
+
+    def _add(self, name: str, actor: str, limits: HealthLimits) -> None:
+        health = ReplicaHealth(limits, self._clock, name)
+        self._slots.append(_Slot(health, actor, begun_s=self._clock()))
+
+    def _lasting(self) -> list[_Slot]:
+        return [slot for slot in self._slots if slot.health.state in ALIVE - {State.DRAINING}]
+
+    def _waiting(self) -> list[_Slot]:
+        return [slot for slot in self._slots if slot.health.state is State.RESTARTING]
+
+    def _find_successors(self, wanted: int) -> None:
+        """Slots that wait for what has begun already, or for what nobody wants, wait no more."""
+        waiting = sorted(self._waiting(), key=lambda slot: slot.waits_since_s)
+        for slot in waiting[: max(0, len(self._lasting()) + len(waiting) - wanted)]:
+            later = [one for one in self._lasting() if one.begun_s > slot.begun_s]
+            if later:
+                youngest = max(later, key=lambda one: one.begun_s)
+                self._slots.remove(youngest)
+                slot.health.succeeded_by(youngest.health)
+                slot.actor, slot.absent = youngest.actor, youngest.absent
+                slot.begun_s = youngest.begun_s
+            else:
+                self._slots.remove(slot)
 
     def _find(self, name: str) -> _Slot | None:
         return next((slot for slot in self._slots if slot.health.name == name), None)

@@ -23,7 +23,8 @@ class FleetWatch:
     Args:
         fleet: what is known.
         actors: names of all actors that Ray knows.
-        leaving: names of the replicas that Serve is taking out.
+        serve_view: names of the replicas that Serve is taking out, and how many it wants (None
+            where it does not say).
         drop_replica: has Serve want one replica fewer.
     """
 
@@ -31,12 +32,12 @@ class FleetWatch:
         self,
         fleet: Fleet,
         actors: Callable[[], Awaitable[Collection[str]]],
-        leaving: Callable[[], Awaitable[Collection[str]]],
+        serve_view: Callable[[], Awaitable[tuple[Collection[str], int | None]]],
         drop_replica: Callable[[], Awaitable[None]],
     ) -> None:
         self.fleet = fleet
         self._actors = actors
-        self._leaving = leaving
+        self._serve_view = serve_view
         self._drop_replica = drop_replica
         self._too_many = 0
 
@@ -52,7 +53,7 @@ class FleetWatch:
     async def look(self) -> None:
         """One look; what Serve could not be told before is told now."""
         actors = await self._actors()
-        self._give_up(self.fleet.look(actors, await self._leaving()))
+        self._give_up(self.fleet.look(actors, *await self._serve_view()))
         while self._too_many:
             await self._drop_replica()
             self._too_many = max(0, self._too_many - 1)

@@ -176,6 +176,15 @@ class ReplicaHealth:
         self._new_life()
         self._go(State.WARMING, f"{name} has begun")
 
+    def succeeded_by(self, other: ReplicaHealth) -> None:
+        """The process that `other` has followed from its beginning took this one's place: it goes
+        on here, with the lives that have failed here."""
+        ready_s = other._ready_s
+        self.begun(other.name)
+        if ready_s is not None:
+            self.generated()
+            self._ready_s = ready_s
+
     def returned(self) -> None:
         """The process that was taken for dead speaks: it was only slow. Its death is taken back."""
         if self.state is State.DEAD:

@@ -66,7 +66,7 @@ def test_twenty_lives(lives: Deployment) -> None:
         pid = min(lives.rank_processes() if life % 2 else lives.replica_pids())
         end_process(pid)
         memory.append(settled(lives))
-    print("MiB:", round(before / 2**20), [round(bytes_ / 2**20) for bytes_ in memory])
+        print(f"life {life}: {memory[-1] / 2**20:.0f} MiB, before {before / 2**20:.0f}", flush=True)
     assert memory[-1] < before + SLACK_BYTES
     assert len(workers()) <= processes + 2, "Ray keeps a spare worker or two"
     assert (len(lives.rank_processes()), len(lives.replica_pids())) == (1, 1)

@@ -86,6 +86,37 @@ def test_a_process_that_vanishes_without_a_word_is_missed(fleet: Fleet) -> None:
     assert "gone without a word" in fleet.status()[1]["reason"]
 
 
+def test_a_successor_that_begins_before_the_loss_is_noticed_takes_the_place(
+    fleet: Fleet, clock: Clock
+) -> None:
+    """Serve was faster: for two looks there are four, then one of the four is the other's next."""
+    for life in range(2):
+        clock.now += 1
+        gone = fleet.status()[1]["name"]
+        actors = {f"actor-{row['name']}" for row in fleet.status()} - {f"actor-{gone}"}
+        fleet.begun(f"new{life}", f"actor-new{life}", LIMITS)
+        if life:
+            fleet.said(f"new{life}", f"actor-new{life}", LIMITS, WORD)
+        for _ in range(ABSENT_LOOKS):
+            assert len(states(fleet)) == 4
+            assert fleet.look({*actors, f"actor-new{life}"}, (), 3) == 0
+        rows = fleet.status()
+        assert sorted(row["name"] for row in rows) == sorted(["a", "c", f"new{life}"])
+        assert rows[1]["failed_lives"] == life + 1, "its lives count on"
+        assert rows[1]["state"] == ("HEALTHY" if life else "WARMING")
+    fleet.begun("new1", "actor-new1", LIMITS)  # Known by now.
+    assert len(states(fleet)) == 3
+
+
+def test_who_waits_for_what_serve_does_not_want_goes(fleet: Fleet) -> None:
+    fleet.died("b", "killed")
+    everyone = {"actor-a", "actor-c"}
+    fleet.look(everyone, (), 3)
+    assert states(fleet) == ["HEALTHY", "RESTARTING", "HEALTHY"]
+    fleet.look(everyone, (), 2)
+    assert states(fleet) == ["HEALTHY", "HEALTHY"]
+
+
 def test_absence_once_is_not_enough(fleet: Fleet) -> None:
     everyone = {"actor-a", "actor-b", "actor-c"}
     for _ in range(5):
