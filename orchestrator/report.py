@@ -11,6 +11,7 @@ from typing import Any
 
 from overstory.orchestrator.auto_text import auto_line
 from overstory.orchestrator.errors import UserFault
+from overstory.orchestrator.report_model import modelled_step, stage_milliseconds
 from overstory.orchestrator.status_live import faults
 from overstory.orchestrator.step_figures import PolicyFigures, policy_figures
 
@@ -155,7 +156,7 @@ def _bottleneck(name: str, figures: PolicyFigures) -> str:
     return f"{name}, {figures.policy}: {100 * share:.0f}% of a step is {slowest}: {means}."
 
 
-def _time(picture: Mapping[str, Any]) -> Section:
+def _time(spec: Mapping[str, Any], picture: Mapping[str, Any], gpus: Sequence[str]) -> Section:
     rows, notes = [], []
     for name, rank in _first_ranks(picture):
         for figures in policy_figures(rank.get("steps")):
@@ -164,7 +165,29 @@ def _time(picture: Mapping[str, Any]) -> Section:
                 rows.append(Figure(what, round(ms, 3), _COUNTERS, "ms a step"))
             if figures.stage_ms:
                 notes.append(_bottleneck(name, figures))
+        if outside := _outside(rank):
+            rows.append(Figure(f"{name}: between the stages", *outside))
+        modelled = modelled_step(spec, rank, gpus)
+        if modelled is None:
+            continue
+        step, point = modelled
+        source = f"capacity model (docs/capacity.md), not measured: {point}"
+        stages = stage_milliseconds(step)
+        rows += [Figure(f"{name}: {what}", round(ms, 3), source, "ms") for what, ms in stages]
+        notes.append(f"{name}: by the model, {stages[0][0]} takes most of a step.")
     return Section("Where the time goes", tuple(rows), tuple(notes))
+
+
+def _outside(rank: Mapping[str, Any]) -> tuple[float, str, str] | None:
+    """Milliseconds of a batch that no stage accounts for, with source and unit; None while nothing
+    runs."""
+    rate, load = rank.get("steps_per_s") or 0.0, rank.get("load") or {}
+    figures = next(iter(policy_figures(rank.get("steps"))), None)
+    if not rate or not load.get("running") or figures is None or not figures.stage_ms:
+        return None
+    left = 1000 / rate - sum(figures.stage_ms.values())
+    source = f"{rate:g} batches/s between two reports, less the stages: host, prefill, waiting"
+    return round(max(0.0, left), 3), source, "ms a step"
 
 
 def _memory(picture: Mapping[str, Any]) -> Section:
@@ -267,7 +290,7 @@ def make_report(
         _configuration(spec, record["endpoint"]),
         _running(picture),
         _measured(picture, benchmarks),
-        _time(picture),
+        _time(spec, picture, made.get("gpus") or ()),
         _memory(picture),
         _decisions(spec, picture),
         _faults(picture),

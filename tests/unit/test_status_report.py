@@ -15,6 +15,7 @@ from overstory.orchestrator.report import (
     read_benchmarks,
     render_report,
 )
+from overstory.orchestrator.report_model import MEANS
 from overstory.orchestrator.spec import load_spec
 from overstory.orchestrator.status_live import bar, draw_tree, faults, live_view, pool_map
 from overstory.orchestrator.step_figures import current_figures, policy_figures
@@ -214,10 +215,14 @@ MADE = {
 }
 
 
-def reported(shown: dict[str, Any], benchmarks: list[tuple[str, Any]] | None = None) -> Any:
+def reported(
+    shown: dict[str, Any],
+    benchmarks: list[tuple[str, Any]] | None = None,
+    made: dict[str, Any] | None = None,
+) -> Any:
     spec = load_spec(ROOT / "clusters" / "rtx-pro-6000-8x" / "deployment.yaml").model_dump()
     record = {"name": "kimi", "endpoint": "http://h:8000", "spec": spec}
-    return make_report(record, shown, MADE, benchmarks or [])
+    return make_report(record, shown, made or MADE, benchmarks or [])
 
 
 def notes_of(report: Any, title: str) -> str:
@@ -240,6 +245,24 @@ def test_every_figure_has_a_source() -> None:
 def test_the_bottleneck_is_named() -> None:
     notes = notes_of(reported(picture()), "Where the time goes")
     assert "r1, tree-15: 80% of a step is verify: the target's forward" in notes
+
+
+def test_on_a_known_gpu_the_model_says_how_verify_splits() -> None:
+    shown = picture()
+    shown["controller"]["replicas"][0]["ranks"] = [rank(0, steps_per_s=8.0)]
+    made = {**MADE, "gpus": ["NVIDIA RTX PRO 6000 Blackwell Server Edition, 580.159.04"]}
+    (section,) = (s for s in reported(shown, made=made).sections if s.title.startswith("Where"))
+    split = {f.name.removeprefix("r1: "): f for f in section.figures if "model" in f.source}
+    assert set(split) == set(MEANS.values())
+    assert all(figure.value > 0 for figure in split.values())
+    assert "2 requests of 250 tokens, 16 rows each" in split["MoE experts"].source
+    longest = max(split, key=lambda name: split[name].value)
+    assert f"by the model, {longest} takes most of a step" in "\n".join(section.notes)
+    outside = next(f for f in section.figures if f.name == "r1: between the stages")
+    assert outside.value == pytest.approx(1000 / 8.0 - 100.0)
+    for nothing in ({"gpus": []}, {"gpus": ["NVIDIA T4, 580"]}):
+        known = [f for s in reported(shown, made=MADE | nothing).sections for f in s.figures]
+        assert not [figure for figure in known if "model (" in figure.source]
 
 
 def test_measured_figures() -> None:
