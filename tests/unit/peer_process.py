@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ class Peer:
 
     def result(self, deadline_s: float = 20.0) -> Any:
         assert self._ours.poll(deadline_s), "the peer did not answer"
-        value = self._ours.recv()
+        value = pickle.loads(self._ours.recv_bytes())
         if isinstance(value, BaseException):
             raise value
         return value
@@ -51,11 +52,15 @@ def _run(pipe: Any, ticket: bytes, seat: Seat, act: Act, transfer_s: float) -> N
     torch.set_num_threads(1)
     try:
         communicator = connect("tcp", seat, ticket, CPU, 10.0, transfer_s)
-        pipe.send("connected")
-        pipe.send(act(communicator))
+        _say(pipe, "connected")
+        _say(pipe, act(communicator))
         communicator.close()
     except BaseException as error:
-        pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
+        _say(pipe, RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+def _say(pipe: Any, value: Any) -> None:
+    pipe.send_bytes(pickle.dumps(value))  # tensors by value: what is shared goes with the process
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def _exchange(comm: Communicator) -> list[object]:
     comm.wait()
     asked_by, word = comm.hear(5.0)
     assert asked_by == 0
-    comm.tell(word + [comm.rank], 0)
+    comm.tell([*word, comm.rank], 0)
     return [there.tolist(), shared.tolist(), [part.tolist() for part in parts]]
 
 
@@ -122,7 +122,7 @@ def test_a_rank_that_does_not_come_is_named_to_all() -> None:
     door = Door()
     peer = Peer(door.ticket, Seat("test", 2, 4), _exchange, 5.0)
     try:
-        with pytest.raises(RankMissing, match="ranks 1, 3 did not come in 0.5 s") as caught:
+        with pytest.raises(RankMissing, match=r"ranks 1, 3 did not come in 0\.5 s") as caught:
             connect("tcp", Seat("test", 0, 4), door, CPU, init_s=0.5)
         assert caught.value.ranks == (1, 3)
         with pytest.raises(RuntimeError, match=r"RankMissing: .*ranks 1, 3"):
