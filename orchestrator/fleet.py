@@ -74,7 +74,8 @@ class Fleet:
             name: of its process.
             actor: as in `begun`.
             limits: as in `begun`; for one that this fleet does not know yet.
-            word: `forwards`, `work`, `prefilling`, `generated`, `probe_failures`.
+            word: `forwards`, `work`, `prefilling`, `generated`, `probe_failures`,
+                `request_failures`.
         """
         slot = self._find(name)
         if slot is None:
@@ -88,6 +89,9 @@ class Fleet:
         health.returned()
         if word["generated"]:
             health.generated()
+        if word["request_failures"]:
+            health.request_failures = word["request_failures"] - 1
+            health.request_failed("see the replica's log")
         if word["probe_failures"]:
             health.heard()
             health.probe_failures = word["probe_failures"] - 1

@@ -22,7 +22,7 @@ from ray.exceptions import RayError
 
 from overstory.orchestrator.backend import TokenChunk, TokenLogprobs
 from overstory.orchestrator.controller_actor import find_controller
-from overstory.orchestrator.engine_errors import EngineDead, RankDeath
+from overstory.orchestrator.engine_errors import EngineBusy, EngineDead, RankDeath, RequestRefused
 from overstory.orchestrator.engine_flags import resolve_engine
 from overstory.orchestrator.generation import held_together
 from overstory.orchestrator.herald import Herald
@@ -93,9 +93,15 @@ class Replica:
         )
         async with aclosing(steps):
             chunks = (_chunk(step) async for step in steps)
-            async for chunk in held_together(chunks, request.hold_s, time.monotonic):
-                self._health.generated()
-                yield chunk
+            try:
+                async for chunk in held_together(chunks, request.hold_s, time.monotonic):
+                    self._health.generated()
+                    yield chunk
+            except (RequestRefused, EngineBusy):  # The client's doing, or nobody's.
+                raise
+            except Exception as error:
+                self._health.request_failed(f"{type(error).__name__}: {error}")
+                raise
 
     async def limits(self) -> dict[str, int]:
         """See `engine_limits`."""
@@ -151,6 +157,7 @@ class Replica:
             self._health.reported(work=work, **progress)
             self._word |= {**progress, "work": work}
         self._word["probe_failures"] = self._health.probe_failures
+        self._word["request_failures"] = self._health.request_failures
         if self._health.state is not State.DEAD:
             return None
         return RankDeath(rank=0, cause=self._health.reason, phase="serving")

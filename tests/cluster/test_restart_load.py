@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -57,7 +58,7 @@ class Deployed:
 
     def replicas(self) -> dict[str, int]:
         """Names of the replicas under lease, with the pid of rank 0."""
-        picture = json.loads(self.shell("status", "--json").stdout)
+        picture = json.loads(self.shell("status", "--json", timeout_s=UP_S).stdout)
         return {
             row["name"]: row["ranks"][0]["pid"]
             for row in picture["controller"]["replicas"]
@@ -259,6 +260,35 @@ def test_the_only_replica_is_restarted_in_place(deployed: Deployed) -> None:
         assert done.returncode == 0, done.stderr
         assert "each is drained first" in done.stderr
         assert going.result(timeout=UP_S)[0] == wanted
+
+        # Room that was there when the restart looked, and is taken when the successor wants it.
+        going = pool.submit(ask, deployed.url, question)
+        wait_until(lambda: _running(deployed.url) > 0)
+        before = deployed.replicas()
+        done = subprocess.run(
+            [sys.executable, "-c", SURE_OF_ROOM],
+            capture_output=True,
+            text=True,
+            env=deployed.shell.environment,
+            timeout=UP_S,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "starts beside its predecessor" in done.stderr
+        assert "the room is gone; no room for one more replica" in done.stderr
+        assert going.result(timeout=UP_S)[0] == wanted
+        assert not set(before) & set(deployed.replicas())
+
+
+SURE_OF_ROOM = """
+import dataclasses, sys
+from overstory.orchestrator import restart
+from overstory.orchestrator.progress import Progress
+
+plan = restart._plan
+restart._plan = lambda *given: dataclasses.replace(plan(*given), surge=True)
+restart._ROOM_S = 3.0
+restart.restart(None, None, Progress(sys.stderr), 300.0)
+"""
 
 
 def _running(url: str) -> float:

@@ -9,7 +9,14 @@ from overstory.orchestrator.fleet import ABSENT_LOOKS, RETIRED_KEPT, Fleet, Give
 from overstory.orchestrator.replica_health import HealthLimits, State
 
 LIMITS = HealthLimits(restarts=3, proven_s=100, silence_s=1e6)
-WORD = {"forwards": 1, "work": 0, "prefilling": False, "generated": True, "probe_failures": 0}
+WORD = {
+    "forwards": 1,
+    "work": 0,
+    "prefilling": False,
+    "generated": True,
+    "probe_failures": 0,
+    "request_failures": 0,
+}
 
 
 @pytest.fixture
@@ -174,6 +181,16 @@ def test_probes_that_fail_in_the_replica_make_it_suspect(fleet: Fleet, clock: Cl
         clock.now += 0.9 * LIMITS.silence_s
         fleet.said("a", "actor-a", LIMITS, {**WORD, "probe_failures": 9})
     assert fleet.state_of("a") is State.SUSPECT
+    fleet.said("a", "actor-a", LIMITS, WORD)
+    assert fleet.state_of("a") is State.HEALTHY
+
+
+def test_requests_that_fail_in_the_replica_make_it_suspect(fleet: Fleet) -> None:
+    for failures in (1, 2, 3):
+        assert fleet.state_of("a") is State.HEALTHY
+        fleet.said("a", "actor-a", LIMITS, {**WORD, "request_failures": failures})
+    assert fleet.state_of("a") is State.SUSPECT
+    assert "3 requests failed" in fleet.status()[0]["reason"]
     fleet.said("a", "actor-a", LIMITS, WORD)
     assert fleet.state_of("a") is State.HEALTHY
 
