@@ -20,23 +20,6 @@ from overstory.orchestrator.text import Decode, TextStep, TextStream, TokenTrail
 from overstory.orchestrator.token_text import TokenText
 
 
-async def held_together(
-    chunks: AsyncIterator[TokenChunk], hold_s: float, clock: Callable[[], float]
-) -> AsyncIterator[TokenChunk]:
-    """The same tokens in fewer chunks: a chunk goes out `hold_s` after the one before, or with the
-    end."""
-    held: list[int] = []
-    logprobs: list[TokenLogprobs] | None = None
-    sent_s = clock()
-    async for chunk in chunks:
-        held += chunk.ids
-        if chunk.logprobs is not None:
-            logprobs = [*(logprobs or ()), *chunk.logprobs]
-        if chunk.finish is not None or clock() - sent_s >= hold_s:
-            yield TokenChunk(held, chunk.finish, logprobs)
-            held, logprobs, sent_s = [], None, clock()
-
-
 @dataclass(frozen=True, slots=True)
 class ChoicePlan:
     """What one choice of a request generates from; `prompt` numbers the request's prompts,

@@ -21,10 +21,10 @@ from ray import serve
 from ray.exceptions import RayError
 
 from overstory.orchestrator.backend import TokenChunk, TokenLogprobs
+from overstory.orchestrator.chunk_pace import paced
 from overstory.orchestrator.controller_actor import find_controller
 from overstory.orchestrator.engine_errors import EngineBusy, EngineDead, RankDeath, RequestRefused
 from overstory.orchestrator.engine_flags import resolve_engine
-from overstory.orchestrator.generation import held_together
 from overstory.orchestrator.herald import Herald
 from overstory.orchestrator.journal import GenerateCall
 from overstory.orchestrator.launch import launch_engine
@@ -94,9 +94,10 @@ class Replica:
         async with aclosing(steps):
             chunks = (_chunk(step) async for step in steps)
             try:
-                async for chunk in held_together(chunks, request.hold_s, time.monotonic):
-                    self._health.generated()
-                    yield chunk
+                async with aclosing(paced(chunks, request.hold_s)) as together:
+                    async for chunk in together:
+                        self._health.generated()
+                        yield chunk
             except (RequestRefused, EngineBusy):  # The client's doing, or nobody's.
                 raise
             except Exception as error:

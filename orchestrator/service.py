@@ -32,6 +32,7 @@ from overstory.orchestrator.tokenizer import ChatTemplateError, Tokenizer
 logger = logging.getLogger(__name__)
 
 _HOLD_WHOLE_S = 0.1  # a stop string in an unstreamed answer is seen this much later
+_HOLD_STREAM_S = 0.005  # below a step of a large model, of which every step goes out by itself
 _LONG_TEXT_CHARS = 20_000  # above this, tokenizing would hold up the event loop for milliseconds
 
 
@@ -186,7 +187,7 @@ class EndpointService:
             decode=partial(self.tokenizer.decode, special=job.special_tokens),
             journal=self.journal,
             deadline_s=deadline_s,
-            hold_s=0.0 if stream else _HOLD_WHOLE_S,
+            hold_s=_HOLD_STREAM_S if stream else _HOLD_WHOLE_S,
             on_commit=self.readiness.generated,
             on_loss=self._lost,
             on_move=self._on_move,
