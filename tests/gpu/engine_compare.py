@@ -1,11 +1,12 @@
 """Reads what engine_runs.py wrote and says what is equal, where texts part, and how fast it was.
 
-engine_compare.py FOLDER
+engine_compare.py RESULTS_JSON
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from typing import Any
 Texts = list[list[int]]
 
 
-def load(folder: Path) -> dict[str, dict[str, Any]]:
+def load(file: Path) -> dict[str, dict[str, Any]]:
     """Role -> what it reported."""
-    return {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
+    return dict(json.loads(file.read_text()))
 
 
 def first_difference(a: list[int], b: list[int]) -> int | None:
@@ -57,15 +58,62 @@ def compare_texts(every: dict[str, dict[str, Any]], kind: str, reference: str) -
                 print(f"  {role} {policy} against its plain: {own}")
 
 
-def compare_roles(every: dict[str, dict[str, Any]], kind: str, a: str, b: str) -> None:
-    """The same policies of two roles."""
-    one, other = every.get(a, {}).get(kind), every.get(b, {}).get(kind)
-    if not one or not other:
+def compare_graphs(every: dict[str, dict[str, Any]]) -> None:
+    """Texts with CUDA graphs against those of the same engine without."""
+    for role, report in every.items():
+        off = report.get("greedy_without_graphs")
+        if not off:
+            continue
+        print(f"\n== {role}: greedy with graphs against without")
+        for policy, texts in report["greedy"].items():
+            print(f"  {policy}: {parted(texts, off[policy], report.get('gaps'))}")
+
+
+def compare_logprobs(every: dict[str, dict[str, Any]], reference: str, prefix: str) -> None:
+    """Log-probabilities of the tokens as far as texts are equal: how far apart at most."""
+    base = every.get(reference, {}).get("logprobs")
+    if not base:
         return
-    print(f"\n== {kind}: {a} against {b}")
-    for policy in one:
-        if policy in other:
-            print(f"  {policy}: {parted(one[policy], other[policy], every[b].get('gaps'))}")
+    wanted = next(iter(base.values()))
+    print(f"\n== log-probabilities against {reference}, as far as texts are equal")
+    for role, report in every.items():
+        if role == reference or role.startswith("fp32") != bool(prefix):
+            continue
+        for policy, texts in report.get("logprobs", {}).items():
+            print(f"  {role} {policy}: {_apart(texts, wanted)}")
+
+
+def _apart(texts: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> str:
+    most, count, gaps = 0.0, 0, []
+    for one, other in zip(texts, wanted, strict=True):
+        at = first_difference(one["ids"], other["ids"])
+        equal = len(one["ids"]) if at is None else at
+        for mine, theirs in zip(one["best"][:equal], other["best"][:equal], strict=True):
+            shared = mine.keys() & theirs.keys()
+            most = max([most, *(abs(mine[token] - theirs[token]) for token in shared)])
+            count += len(shared)
+        if at is not None:
+            best = sorted(other["best"][at].values(), reverse=True)
+            gaps.append(f"text parts at {at}, best two {best[0] - best[1]:.6f} apart")
+    return f"{most:.3g} apart at most, of {count}" + "".join(f"; {gap}" for gap in gaps)
+
+
+def kernel_logits(every: dict[str, dict[str, Any]]) -> None:
+    """Our kernel's logits against those of Triton's backend in the same forward."""
+    for role, report in every.items():
+        rows = report.get("kernel_logits")
+        if not rows:
+            continue
+        differences = sorted(row["difference"] for row in rows)
+        flipped = [row["gap"] for row in rows if row["gap"] > 0]
+        deepest, largest = (max(row[name] for row in rows) for name in ("depth", "logit"))
+        print(
+            f"\n== {role}: {len(rows)} rows of verify forwards, down to depth {deepest:.0f}, by "
+            f"our kernel and by Triton: logits apart by {differences[-1]:.4f} at most, "
+            f"{statistics.median(differences):.4f} in the median row (largest {largest:.1f}); "
+            f"another best token in {len(flipped)} rows, best two {max(flipped, default=0.0):.4f} "
+            "apart there at most"
+        )
 
 
 def partings(every: dict[str, dict[str, Any]]) -> None:
@@ -77,9 +125,15 @@ def partings(every: dict[str, dict[str, Any]]) -> None:
         print(f"\n== {role}: where sampled texts part from plain's (probability)")
         for row in rows:
             spread = "unknown" if row["spread"] is None else f"{row['spread']:.4f}"
+            edge = ""
+            if row.get("edge") is not None:
+                edge = (
+                    f"; top-p's edge is {row['edge']:.5f} away, with one token more or less there "
+                    f"the bound would be off by {row['edge_shift']:.5f}"
+                )
             print(
                 f"  {row['policy']:8} text {row['text']} token {row['token']}: bound off u by "
-                f"{row['shift']:.5f}, distributions of other forwards apart by {spread}"
+                f"{row['shift']:.5f}, distributions of other forwards apart by {spread}{edge}"
             )
 
 
@@ -98,21 +152,51 @@ def nodes(every: dict[str, dict[str, Any]]) -> None:
         )
 
 
-def times(every: dict[str, dict[str, Any]]) -> None:
-    """Tokens per second of every role and policy."""
-    print("\n== tokens/s (median; runs), ms per forward, tokens per forward")
+def speeds(every: dict[str, dict[str, Any]]) -> None:
+    """Tokens per second: the median and the runs; against the best that is not `auto`."""
+    cells: dict[tuple[int, float], dict[str, list[dict[str, Any]]]] = {}
     for role, report in every.items():
-        for row in report.get("times", []):
-            runs = " ".join(f"{run:.0f}" for run in row["runs"])
-            print(
-                f"  {role:7} {row['policy']:8} conc {row['conc']} T {row['T']}: "
-                f"{row['tokens_per_s']:8.0f} ({runs})  {row['ms_per_forward']:.3f} ms  "
-                f"{row['tokens_per_forward']:.2f}"
+        for row in report.get("bench", []):
+            name = role if row["policy"] == "None" else row["policy"]
+            cells.setdefault((row["conc"], row["T"]), {}).setdefault(name, []).append(row)
+    print("\n== tokens/s: median (runs), ms per forward, tokens per forward, of the best but auto")
+    for (conc, temperature), names in sorted(cells.items(), key=lambda item: item[0][::-1]):
+        rates = {n: statistics.median(r["tokens_per_s"] for r in rows) for n, rows in names.items()}
+        best = max((rate for name, rate in rates.items() if name != "auto"), default=1.0)
+        print(f"  {conc} requests, T {temperature}")
+        for name, rows in names.items():
+            runs = " ".join(f"{row['tokens_per_s']:.0f}" for row in rows)
+            ms, each = (
+                statistics.median(row[key] for row in rows)
+                for key in ("ms_per_forward", "tokens_per_forward")
             )
-        for row in report.get("long_times", []):
+            print(
+                f"    {name:8} {rates[name]:8.0f} ({runs})  {ms:.3f} ms  {each:.2f}  "
+                f"{rates[name] / best:.3f}"
+            )
+    for role, report in every.items():
+        for row in report.get("long", []):
             print(
                 f"  {role:12} {row['policy']:8} 32k: {row['tokens_per_s']:8.1f} tokens/s  "
                 f"{row['ms_per_forward']:.3f} ms"
+            )
+
+
+def host_times(every: dict[str, dict[str, Any]]) -> None:
+    """What a step takes, and how much of it the device works; leases on against off."""
+    for role, report in every.items():
+        found = report.get("profile")
+        if found:
+            print(
+                f"\n== {role}: step {found['step_ms']:.3f} ms, device {found['device_ms']:.3f}, "
+                f"host {found['host_ms']:.3f}, launches {found['launches']:.0f}"
+            )
+        pairs = report.get("leases")
+        if pairs:
+            ratios = sorted(pair["leased"] / pair["free"] for pair in pairs)
+            print(
+                f"== {role}: leases on against off {statistics.median(ratios):.3f} "
+                f"({' '.join(f'{ratio:.3f}' for ratio in ratios)})"
             )
 
 
@@ -125,15 +209,16 @@ def main() -> None:
             print(f"--- {role} {name}\n{text[-1500:]}")
     compare_texts(every, "greedy", "stock")
     compare_texts(every, "greedy", "fp32_stock")
-    for kind in ("greedy", "sampled", "ruled"):
-        compare_roles(every, kind, "ours", "eager")
-        compare_roles(every, kind, "ours", "parts")
-        compare_roles(every, kind, "ours", "triton")
+    compare_graphs(every)
+    compare_logprobs(every, "stock", "")
+    compare_logprobs(every, "fp32_stock", "fp32")
+    kernel_logits(every)
     compare_texts(every, "sampled", "none")
     compare_texts(every, "ruled", "none")
     partings(every)
     nodes(every)
-    times(every)
+    speeds(every)
+    host_times(every)
     for role, report in every.items():
         for step in ("steps", "steps_after"):
             if step in report:

@@ -46,6 +46,13 @@ class CudaEngine(EngineHarness):
         left = [rid for rid in rids if not self.outputs[rid].done]
         assert not left, f"{len(left)} of {len(rids)} requests not done"
 
+    def run_steps(self, iterations: int) -> None:
+        """Lets so many iterations pass without a stop at each."""
+        with self._gate.condition:
+            self._gate.allowed = iterations
+            self._gate.condition.notify_all()
+        self._gate.wait_idle()
+
     def texts(
         self,
         prompts: Sequence[Sequence[int]],

@@ -1,9 +1,10 @@
 """One engine on one GPU: what it says, then how fast. See engine_session.sh, which starts them.
 
-    engine_runs.py ROLE OUT [EARLIER_ROLE...]
+    engine_runs.py ROLE OUT ALL_ROLES...
 
-Writes OUT/ROLE.json. All roles say their texts side by side; then each is timed alone, after those
-that are named (OUT/EARLIER_ROLE.done says that one is through).
+Writes OUT/ROLE.json. All roles say their texts side by side; then `ours`, `stock` and `dflash` are
+timed in turn (`engine_bench.py`), then long contexts, profiles and the rest, one at a time. When
+all has to end by is in ENGINE_SESSION_UNTIL, seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -12,21 +13,22 @@ import contextlib
 import fcntl
 import json
 import os
-import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 NEW = 96
-TIMED_NEW = 320
-REPEATS = 3
-POLICIES = ("plain", "chain", "tree-15", "tree-31")
+POLICIES = ("plain", "chain", "tree-15", "tree-31", "spine-15")
+TIMED_LONG = ("plain", "chain", "tree-15", "tree-31")
 LONG_CONTEXT = 32768
 GREEDY = {"temperature": 0.0, "max_new_tokens": NEW, "ignore_eos": True}
-ROWS = 32
+ROWS = 64
+RINGED = ("ours", "stock", "dflash")
+UNTIL = float(os.environ.get("ENGINE_SESSION_UNTIL", time.time() + 600))
+"""When everything has to have ended."""
 
 
 class Report:
@@ -53,17 +55,29 @@ class Report:
 
 
 @contextlib.contextmanager
-def turn(lock: Path, alone: bool) -> Iterator[None]:
-    """With the others that say texts, or alone on the machine."""
-    with lock.open("a") as held:
-        fcntl.flock(held, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+def saying(out: Path) -> Iterator[None]:
+    """Side by side with the others that say texts."""
+    with (out / "texts.lock").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_SH)
         yield
 
 
-def wait_for(out: Path, earlier: list[str]) -> None:
-    """Until the roles that go first are through or have ended."""
-    while not all((out / f"{role}.done").exists() for role in earlier):
-        time.sleep(0.1)
+def wait_for_texts(out: Path, deadline: float) -> None:
+    """Until nobody says texts any more, or time is up: one that hangs does not hold the rest."""
+    with (out / "texts.lock").open("a") as held:
+        while time.time() < deadline:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """The only one on the machine that does anything."""
+    with (out / "alone.lock").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -74,12 +88,12 @@ def prompts(count: int) -> list[list[int]]:
     return [every[i % len(every)][: 160 - 13 * (i % 8)] for i in range(count)]
 
 
-def common(port: int) -> dict[str, Any]:
+def common(port: int, sizes: Sequence[int] = (1, 8)) -> dict[str, Any]:
     return {
         "sampling_backend": "pytorch",
         "disable_prefill_cuda_graph": True,
-        "cuda_graph_bs_decode": [1, 8],
-        "max_running_requests": 8,
+        "cuda_graph_bs_decode": list(sizes),
+        "max_running_requests": max(sizes),
         "max_total_tokens": 65536,
         "mem_fraction_static": 0.25,
         "random_seed": 1,
@@ -114,21 +128,35 @@ def long_pair(out: Path, pair: tuple[str, str]) -> tuple[str, str]:
 
 
 def native_layers() -> None:
-    """SGLang's norms, activations, rotary embeddings and experts in torch: its kernels of them
-    take no float32."""
+    """float32 for SGLang on CUDA: norms, activations, rotary embeddings, experts and the router in
+    torch, whose kernels in SGLang take 16 bits; Triton's tiles small enough for twice the bytes,
+    and its products in three passes instead of TF32's one."""
+    os.environ["TRITON_F32_DEFAULT"] = "tf32x3"
     from overstory.workers.environment import prepare_process
 
     prepare_process("cuda")  # before SGLang is there
+    import torch
+    from sglang.kernels.ops.attention import dsv4, extend_attention
+    from sglang.srt.layers.moe.fused_moe_native import fused_moe_forward_native
     from sglang.srt.layers.utils.multi_platform import MultiPlatformOp
 
     given = MultiPlatformOp.dispatch_forward
 
     def dispatch(layer: Any) -> Any:
         name = type(layer).__name__
-        native = name in ("RMSNorm", "SiluAndMul", "UnquantizedFusedMoEMethod")
-        return layer.forward_native if native or "Rotary" in name else given(layer)
+        if name == "UnquantizedFusedMoEMethod":
+            return fused_moe_forward_native
+        native = name in ("RMSNorm", "SiluAndMul") or "Rotary" in name
+        return layer.forward_native if native else given(layer)
+
+    tiles = extend_attention._get_block_sizes_for_extend_attention
+
+    def small_tiles(keys: int, values: int) -> tuple[int, ...]:
+        return (*tiles(keys, values)[:3], 16, 32, 4)
 
     MultiPlatformOp.dispatch_forward = dispatch
+    extend_attention._get_block_sizes_for_extend_attention = small_tiles
+    dsv4.linear_bf16_fp32 = torch.nn.functional.linear
 
 
 def name_of(role: str) -> str:
@@ -138,8 +166,6 @@ def name_of(role: str) -> str:
 
 def build(role: str, out: Path) -> Any:
     """The engine of a role."""
-    if "parts" in role:
-        os.environ["OVERSTORY_WHOLE_STEP_GRAPHS"] = "0"
     if role.startswith("fp32"):
         native_layers()
     from engine_cuda import CudaEngine, StockEngine
@@ -148,7 +174,9 @@ def build(role: str, out: Path) -> Any:
 
     pair = (resolve_model("overstory-tiny"), resolve_model("overstory-tiny-drafter"))
     port = 31000 + 97 * (sum(map(ord, role)) % 200)
-    fields = common(port)
+    from engine_bench import SIZES
+
+    fields = common(port, SIZES if role in RINGED else (1, 8))
     graphs_off = {"disable_cuda_graph": True}
     if role.startswith("long"):
         pair = long_pair(out, pair)
@@ -163,11 +191,8 @@ def build(role: str, out: Path) -> Any:
     if role.startswith("fp32"):
         fields |= {"dtype": "float32"}
     name = name_of(role)
-    if name in ("ours", "parts"):
+    if name == "ours":
         return CudaEngine(pair[0], **fields, **ddtree(pair[1], attention_backend="overstory"))
-    if name == "eager":
-        own = ddtree(pair[1], attention_backend="overstory", **graphs_off)
-        return CudaEngine(pair[0], **fields, **own)
     if name == "triton":
         own = ddtree(pair[1], attention_backend="triton", **graphs_off)
         return CudaEngine(pair[0], **fields, **own)
@@ -189,9 +214,8 @@ def build(role: str, out: Path) -> Any:
 def under(policy: str | None) -> Iterator[None]:
     if policy is not None:
         from overstory.workers import tree_policy
-        from overstory.workers.tree_policy import TreePolicy
 
-        tree_policy.set_current(TreePolicy.parse(policy))
+        tree_policy.set_current(tree_policy.parse_policy(policy))
     yield
 
 
@@ -220,6 +244,107 @@ def say_gaps(engine: Any) -> list[list[float]]:
     return [
         [max(best.values()) - min(best.values()) for best in of_request] for of_request in every
     ]
+
+
+def say_logprobs(engine: Any) -> dict[str, list[dict[str, Any]]]:
+    """Greedy texts, with the log-probabilities of their tokens and of the best four everywhere."""
+    said = {}
+    for policy in policies_of(engine):
+        with under(policy):
+            engine.flush_cache()
+            rids = engine.texts(prompts(4), GREEDY, return_logprob=True, top_logprobs_num=4)
+        said[str(policy)] = [
+            {
+                "ids": engine.outputs[rid].ids,
+                "logprobs": engine.outputs[rid].logprobs,
+                "best": [
+                    {str(token): value for token, value in place.items()}
+                    for place in engine.outputs[rid].top_logprobs
+                ],
+            }
+            for rid in rids
+        ]
+    return said
+
+
+@contextlib.contextmanager
+def without_graphs(engine: Any) -> Iterator[None]:
+    """Every forward and every step in small launches."""
+    worker = engine.scheduler.model_worker
+    runners = (worker.model_runner, worker.draft_model_runner)
+    kept = worker._step_graphs, worker._tiers, [r.decode_cuda_graph_runner for r in runners]
+    worker._step_graphs = worker._tiers = None
+    for runner in runners:
+        runner.decode_cuda_graph_runner = None
+    try:
+        yield
+    finally:
+        worker._step_graphs, worker._tiers, graphs = kept
+        for runner, graph in zip(runners, graphs, strict=True):
+            runner.decode_cuda_graph_runner = graph
+
+
+def say_without_graphs(engine: Any) -> dict[str, Any]:
+    with without_graphs(engine):
+        return say_greedy(engine)
+
+
+def say_kernel_logits(engine: Any) -> list[dict[str, float]]:
+    """The same verify forward by our kernel and by SGLang's Triton backend with the tree's mask.
+
+    Returns:
+        of each row in use: its depth, the largest difference of its logits, the largest logit, and
+        the gap of Triton's best two where the best token differs (else 0).
+    """
+    import torch
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+    import overstory.workers.ddtree.worker as module
+    from overstory.workers.ddtree.verify import row_layout
+
+    worker, found = engine.scheduler.model_worker, []
+    runner, given = worker.model_runner, module.verify
+    triton = TritonAttnBackend(runner)
+
+    def both(target: Any, batch: Any, tree: Any, slots: Any, layout: Any, branches: bool) -> Any:
+        ours, runner.attn_backend = runner.attn_backend, triton
+        kept, mode = runner.decode_cuda_graph_runner, batch.forward_mode
+        runner.decode_cuda_graph_runner = None
+        plain = row_layout(tree, batch.seq_lens, worker.last_position, with_words=False)
+        try:
+            other = given(target, batch, tree, slots, plain, branches)
+            wanted = other.logits_output.next_token_logits.float().clone()
+        finally:
+            runner.attn_backend, runner.decode_cuda_graph_runner = ours, kept
+            batch.forward_mode = mode
+        result = given(target, batch, tree, slots, layout, branches)  # writes its own KV
+        seen = result.logits_output.next_token_logits.float()
+        used = torch.arange(tree.rows, device=seen.device) < tree.sizes.unsqueeze(1)
+        best = wanted.topk(2, dim=-1).values
+        apart = wanted.argmax(-1) != seen.argmax(-1)
+        columns = torch.stack(
+            [
+                tree.depths.view(-1).float(),
+                (wanted - seen).abs().amax(-1),
+                best[:, 0],
+                (best[:, 0] - best[:, 1]) * apart,
+            ],
+            dim=1,
+        )[used.view(-1)]
+        names = ("depth", "difference", "logit", "gap")
+        found.extend(dict(zip(names, row, strict=True)) for row in columns.tolist())
+        return result
+
+    module.verify = both
+    try:
+        for policy in ("chain", "tree-31"):
+            with under(policy):
+                engine.flush_cache()
+                asked = GREEDY | {"max_new_tokens": 48}
+                engine.texts(prompts(4), asked, return_logprob=True)  # so that steps run in parts
+    finally:
+        module.verify = given
+    return found
 
 
 def sampled_params() -> list[dict[str, Any]]:
@@ -254,12 +379,16 @@ def say_partings(engine: Any, said: dict[str, list[list[int]]]) -> list[dict[str
     has moved across u. For each parting: u, how far the bound is from u in the distribution of the
     prompt's forward (`shift`: 0 would be on it), and how far apart the cumulative distributions of
     several forwards of the same context are at most (`spread`: prompt, plain, policy).
+
+    Where top-p or top-k cuts, a token at the edge moves the bounds by its whole share when rounding
+    lets it in or out: `edge` is how far the sum of the best shares is from top-p there, and
+    `edge_shift` the shift with one token more or one less.
     """
     found = []
     for policy in POLICIES[1:]:
         for i, (text, plain) in enumerate(zip(said[policy], said["plain"], strict=True)):
             at = next((k for k, (a, b) in enumerate(zip(text, plain, strict=True)) if a != b), None)
-            if at is not None and at > 0:
+            if at is not None and at > 0 and sampled_params()[i]["temperature"] > 0:
                 found.append(_parting(engine, policy, i, at, text, plain))
     return found
 
@@ -280,19 +409,51 @@ def _parting(
     first = bounds[0]
     assert first is not None
     spread = max((float((first - other).abs().max()) for other in bounds[1:]), default=None)
-    shifts = []
-    for token in (text[at], plain[at]):
-        low, high = (float(first[token - 1]) if token else 0.0), float(first[token])
-        shifts.append(max(low - u, u - high, 0.0))
+    edge, others = _edge(engine, context, params)
     return {
         "policy": policy,
         "text": i,
         "token": at,
         "u": u,
-        "shift": max(shifts),
+        "shift": _shift(first, u, (text[at], plain[at])),
         "spread": spread,
-        "greedy": params["temperature"] == 0.0,
+        "edge": edge,
+        "edge_shift": min(
+            (_shift(other, u, (text[at], plain[at])) for other in others), default=None
+        ),
     }
+
+
+def _shift(bounds: Any, u: float, tokens: tuple[int, int]) -> float:
+    """How far a bound of cumulative ``bounds`` is from u that must pass it to give either token."""
+    shifts = []
+    for token in tokens:
+        low, high = (float(bounds[token - 1]) if token else 0.0), float(bounds[token])
+        shifts.append(max(low - u, u - high, 0.0))
+    return max(shifts)
+
+
+def _edge(
+    engine: Any, context: list[int], params: dict[str, Any]
+) -> tuple[float | None, list[Any]]:
+    """How far the kept tokens' sum is from top-p, and the cumulative distributions with one token
+    more and one less; None and none without top-p."""
+    import torch
+
+    if "top_p" not in params:
+        return None, []
+    shares = torch.softmax(_logprobs_after(engine, context) / params["temperature"], dim=0)
+    order = shares.argsort(descending=True)
+    sums = shares[order].cumsum(0)
+    kept = int((sums - shares[order] < params["top_p"]).sum())
+    others = []
+    for count in (kept - 1, kept + 1):
+        if count >= 1:
+            some = torch.zeros_like(shares)
+            some[order[:count]] = shares[order[:count]]
+            others.append((some / some.sum()).cumsum(0))
+    near = min(abs(float(sums[n - 1]) - params["top_p"]) for n in (kept, kept - 1) if n >= 1)
+    return near, others
 
 
 def _cumulative(
@@ -414,35 +575,7 @@ def say_steps(engine: Any) -> dict[str, Any]:
     return {"steps": STATS.snapshot()["verify"], "tiers": list(tiers.rows) if tiers else None}
 
 
-def time_short(engine: Any, role: str, repeats: int) -> list[dict[str, Any]]:
-    """Every policy at 1 and 8 requests, greedy and sampled; repeats taken in turn."""
-    from engine_cuda import timed
-
-    # SGLang's chain builds a sampler for a minute and a half at its first sampled token.
-    temperatures = (0.0, 1.0) if role != "dflash" else (0.0,)
-    rows = []
-    for conc in (1, 8):
-        for temperature in temperatures:
-            params = {"temperature": temperature, "max_new_tokens": TIMED_NEW, "ignore_eos": True}
-            if temperature:
-                params["sampling_seed"] = 11
-            runs: dict[str | None, list[dict[str, float]]] = {}
-            for repeat in range(repeats + 1):
-                for policy in policies_of(engine):
-                    with under(policy):
-                        rate = timed(engine, prompts(8)[:conc], params)
-                    if repeat:
-                        runs.setdefault(policy, []).append(rate.as_dict())
-            for policy, rates in runs.items():
-                best = {k: statistics.median(r[k] for r in rates) for k in rates[0]}
-                spread = [r["tokens_per_s"] for r in rates]
-                rows.append(
-                    {"policy": str(policy), "conc": conc, "T": temperature, "runs": spread} | best
-                )
-    return rows
-
-
-def time_long(engine: Any) -> list[dict[str, Any]]:
+def time_long(engine: Any, put: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
     """One request of a long prompt."""
     import random
 
@@ -451,31 +584,43 @@ def time_long(engine: Any) -> list[dict[str, Any]]:
     draw = random.Random(3)
     prompt = [draw.randrange(5, 4096) for _ in range(LONG_CONTEXT)]
     rows = []
-    for policy in policies_of(engine):
-        params = {"temperature": 0.0, "max_new_tokens": 100, "ignore_eos": True}
+    for policy in TIMED_LONG:
+        params = {"temperature": 0.0, "max_new_tokens": 60, "ignore_eos": True}
         with under(policy):
-            timed(engine, [prompt], params | {"max_new_tokens": 8})
-            rows.append({"policy": str(policy)} | timed(engine, [prompt], params).as_dict())
+            timed(engine, [prompt], params | {"max_new_tokens": 4})
+            runs = [timed(engine, [prompt], params).as_dict() for _ in range(2)]
+        rows += [{"policy": policy, "run": number, **run} for number, run in enumerate(runs)]
+        put(rows)
     return rows
 
 
-def profile(engine: Any) -> dict[str, str]:
-    """Where the time of a step goes: host and device, one request, a tree of 15."""
+def profile(engine: Any) -> dict[str, Any]:
+    """Where the time of a step goes, one request, a tree of 15 or SGLang's chain: milliseconds of
+    the device, of a step without the profiler, and the tables of both."""
     import torch
     from torch.profiler import ProfilerActivity
 
+    steps, plain = 60, 200
     tracer = torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
     with under("tree-15" if policies_of(engine) == POLICIES else None):
-        rid = engine.submit(prompts(1)[0], GREEDY | {"max_new_tokens": 600})
+        rid = engine.submit(prompts(1)[0], GREEDY | {"max_new_tokens": 4000})
         engine.step(20)
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        engine.run_steps(plain)
+        step_ms = 1e3 * (time.perf_counter() - begun) / plain
         engine.at_boundary(_start, tracer)
-        engine.step(30)
+        engine.run_steps(steps)
         engine.at_boundary(_stop, tracer)
         engine.abort(rid)
         engine.step(4)
     averages = tracer.key_averages()
+    device_ms = sum(event.self_device_time_total for event in averages) / 1e3 / steps
     return {
-        "steps": "30",
+        "device_ms": device_ms,
+        "step_ms": step_ms,
+        "host_ms": step_ms - device_ms,
+        "launches": sum(e.count for e in averages if "Launch" in e.key) / steps,
         "device": averages.table(sort_by="self_cuda_time_total", row_limit=40)[:14000],
         "host": averages.table(sort_by="self_cpu_time_total", row_limit=45)[:14000],
     }
@@ -492,11 +637,9 @@ def _stop(scheduler: Any, tracer: Any) -> None:
 
 
 def main() -> None:
-    role, out = sys.argv[1], Path(sys.argv[2])
-    report, lock = Report(role, out), out / "lock"
-    begun = time.monotonic()
-    engine = None
-    with turn(lock, alone=False):
+    role, out, roles = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+    report, begun = Report(role, out), time.monotonic()
+    with saying(out):
         try:
             engine = build(role, out)
         except BaseException:
@@ -506,36 +649,93 @@ def main() -> None:
             report.put("failed", ["build"])
             os._exit(1)
         report.put("start_seconds", time.monotonic() - begun)
-        ours = policies_of(engine) == POLICIES
         if not role.startswith("long"):
-            report.attempt("greedy", lambda: say_greedy(engine))
-        if not role.startswith("long") and role != "dflash":  # it returns no log-probabilities
-            report.attempt("gaps", lambda: say_gaps(engine))
-            report.attempt("sampled", lambda: say_sampled(engine))
-        if ours and not role.startswith("long"):
-            report.attempt("ruled", lambda: say_ruled(engine))
-            report.attempt("steps", lambda: say_steps(engine))
+            say(engine, role, report)
     if not role.startswith("fp32"):
-        wait_for(out, sys.argv[3:])
-        with turn(lock, alone=True):
-            if role.startswith("long"):
-                report.attempt("long_times", lambda: time_long(engine))
-            else:
-                repeats = 1 if role in ("eager", "triton", "parts") else REPEATS
-                report.attempt("times", lambda: time_short(engine, role, repeats))
-            if role in ("ours", "dflash"):
-                report.attempt("profile", lambda: profile(engine))
-            if role == "ours":
-                report.attempt("nodes", lambda: say_node_logits(engine))
-                said = report.content.get("sampled", {})
-                report.attempt("partings", lambda: say_partings(engine, said))
-    elif ours:
-        report.attempt("nodes", lambda: say_node_logits(engine))
-    (out / f"{role}.done").touch()
-    if ours:
-        report.attempt("steps_after", lambda: say_steps(engine))
+        wait_for_texts(out, UNTIL - 110)
+    if role in RINGED:
+        bench(engine, role, [other for other in roles if other in RINGED], out, report)
+    if role.startswith("long"):
+        wait_for_bench(out, [other for other in roles if other in RINGED])
+        with alone(out):
+            report.attempt(
+                "long_times", lambda: time_long(engine, lambda rows: report.put("long", rows))
+            )
+    after(engine, role, out, report)
     report.put("seconds", time.monotonic() - begun)
     os._exit(0)
+
+
+def say(engine: Any, role: str, report: Report) -> None:
+    """Texts, side by side with other roles."""
+    report.attempt("greedy", lambda: say_greedy(engine))
+    if role == "dflash":  # it returns no log-probabilities
+        return
+    report.attempt("gaps", lambda: say_gaps(engine))
+    report.attempt("logprobs", lambda: say_logprobs(engine))
+    if role == "ours":
+        report.attempt("sampled", lambda: say_sampled(engine))
+        report.attempt("ruled", lambda: say_ruled(engine))
+        report.attempt("greedy_without_graphs", lambda: say_without_graphs(engine))
+        report.attempt("kernel_logits", lambda: say_kernel_logits(engine))
+        report.attempt("steps", lambda: say_steps(engine))
+
+
+def bench(engine: Any, role: str, ringed: list[str], out: Path, report: Report) -> None:
+    """This engine's part of the speeds."""
+    import engine_bench
+
+    def learn() -> Any:
+        engine.flush_cache()
+        return engine.at_boundary(engine_bench.learn_costs)[0]
+
+    policies: tuple[str | None, ...] = (None,)
+    if role == "ours":
+        with alone(out):
+            report.attempt("costs", learn)
+        policies = engine_bench.POLICIES if "costs" in report.content else POLICIES[:-1]
+    file = out / f"bench-{role}.jsonl"
+    timer = engine_bench.Bench(engine, policies, prompts, under, file)
+
+    def cell(one: engine_bench.Cell) -> None:
+        # SGLang's chain builds a sampler for a minute and a half at its first sampled token.
+        if role != "dflash" or one.temperature == 0:
+            timer.cell(one)
+
+    ring = engine_bench.Ring(role, ringed, out, UNTIL - 100, UNTIL - 45)
+    report.attempt("cells", lambda: ring.run(lambda: alone(out), cell))
+    report.put("bench", timer.rows)
+
+
+def wait_for_bench(out: Path, ringed: list[str]) -> None:
+    """Until all that are timed in turn are through, or have ended."""
+    over = {role: (out / f"{role}.cell", out / f"{role}.done") for role in ringed}
+    while time.time() < UNTIL - 40:
+        if all(
+            done.exists() or (cell.exists() and len(cell.read_text()) == 7)
+            for cell, done in over.values()
+        ):
+            return
+        time.sleep(0.1)
+
+
+def after(engine: Any, role: str, out: Path, report: Report) -> None:
+    """What is left when the speeds are there, the most wanted first."""
+    if role in ("ours", "dflash"):
+        with alone(out):
+            report.attempt("profile", lambda: profile(engine))
+    if role == "ours":
+        import engine_bench
+
+        with alone(out):
+            leased = lambda: engine_bench.leases(engine, prompts(1)[0], under)  # noqa: E731
+            report.attempt("leases", leased)
+        report.attempt("steps_after", lambda: say_steps(engine))
+        report.attempt("nodes", lambda: say_node_logits(engine))
+        said = report.content.get("sampled", {})
+        report.attempt("partings", lambda: say_partings(engine, said))
+    elif role == "fp32_triton":
+        report.attempt("nodes", lambda: say_node_logits(engine))
 
 
 if __name__ == "__main__":

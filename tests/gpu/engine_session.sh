@@ -4,10 +4,10 @@
 #   tests/gpu/engine_session.sh OUT SECONDS [ROLE...]
 #
 # Needs python3 with torch and triton, nvcc, and SGLang on PYTHONPATH; no install of this project.
-# One process per role (engine_runs.py); all start at once and say their texts side by side, then each
-# is timed alone, in the order given. A role that fails does not stop the others. Into OUT:
+# One process per role (engine_runs.py); all start at once and say their texts side by side, then they
+# are timed in turn. A role that fails does not stop the others. Into OUT:
 #   summary.txt   how each ended, then what engine_compare.py says
-#   results.json  all results
+#   results.json  all results; bench.jsonl the speeds alone, one a line as they came
 #   logs.txt      the end of every role's output; build.txt  machine and build
 set -uo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -15,7 +15,7 @@ out=${1:?folder for the results} seconds=${2:?seconds in all}
 shift 2
 roles=("$@")
 [ ${#roles[@]} -gt 0 ] ||
-  roles=(ours stock dflash long_ours parts long_triton eager triton fp32_triton fp32_stock)
+  roles=(ours stock dflash long_ours long_triton fp32_triton fp32_stock)
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 python=${PYTHON:-python3}
@@ -42,36 +42,62 @@ bundle() {
   "$python" - "$work/roles" "$out/results.json" <<'PY'
 import json, pathlib, sys
 folder, result = map(pathlib.Path, sys.argv[1:])
-found = {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
+found = {}
+for file in sorted(folder.glob("*.json")):
+    try:
+        found[file.stem] = json.loads(file.read_text())
+    except ValueError:  # being written
+        continue
 result.write_text(json.dumps(found))
 PY
-  "$python" "$root/tests/gpu/engine_compare.py" "$work/roles" >>"$out/summary.txt" 2>&1
+  for role in "${roles[@]}"; do
+    sed "s/^{/{\"engine\": \"$role\", /" "$work/roles/bench-$role.jsonl" 2>/dev/null
+  done >"$out/bench.jsonl"
+  { cat "$work/ends.txt" && "$python" "$root/tests/gpu/engine_compare.py" "$out/results.json"; } \
+    >"$out/summary.txt" 2>&1
 }
 trap bundle EXIT
 
-: >"$out/summary.txt"
-{
-  nvidia-smi
-  nvcc --version | tail -2
-  "$python" -m overstory.kernels.build --arch "sm_$(nvidia-smi --query-gpu=compute_cap \
-    --format=csv,noheader --id=0 | tr -d .)"
-} >"$out/build.txt" 2>&1 || echo "build FAILED, see build.txt" >>"$out/summary.txt"
-echo "built after $SECONDS s" >>"$out/summary.txt"
+: >"$work/ends.txt"
+build() {
+  {
+    nvidia-smi
+    nvcc --version | tail -2
+    "$python" -m overstory.kernels.build --arch "sm_$(nvidia-smi --query-gpu=compute_cap \
+      --format=csv,noheader --id=0 | tr -d .)"
+  } >"$out/build.txt" 2>&1 || echo "build FAILED, see build.txt" >>"$work/ends.txt"
+  echo "built after $SECONDS s" >>"$work/ends.txt"
+}
+# Model modules that no role needs cost seconds to import.
+SGLANG_DISABLED_MODEL_ARCHS=$("$python" -c 'from overstory.workers.environment import *
+print(rank_environment("cpu")["SGLANG_DISABLED_MODEL_ARCHS"])')
+export SGLANG_DISABLED_MODEL_ARCHS
 
-run() { # role, roles that are timed before it
+ENGINE_SESSION_UNTIL=$(($(date +%s) + seconds - SECONDS - 14))
+export ENGINE_SESSION_UNTIL
+run() { # role
   local path=$work/plugin:$PYTHONPATH begun=$SECONDS role=$1
-  shift
   case $role in stock | dflash | fp32_stock) path=$PYTHONPATH ;; esac
   # A timed-out role still leaves what it had written.
   PYTHONPATH=$path timeout -k 5 $((seconds - SECONDS - 12)) "$python" "$root/tests/gpu/engine_runs.py" \
-    "$role" "$work/roles" "$@" >"$work/roles/$role.txt" 2>&1
-  echo "$role: exit $? after $((SECONDS - begun)) s" >>"$out/summary.txt"
+    "$role" "$work/roles" "${roles[@]}" >"$work/roles/$role.txt" 2>&1
+  echo "$role: exit $? after $((SECONDS - begun)) s" >>"$work/ends.txt"
   touch "$work/roles/$role.done"
 }
-earlier=()
+start() { # roles
+  for role in "$@"; do
+    run "$role" &
+    sleep 0.5 # SGLang picks free ports by trying
+  done
+}
+stock=() ours=()
 for role in "${roles[@]}"; do
-  run "$role" ${earlier[@]+"${earlier[@]}"} &
-  case $role in fp32*) ;; *) earlier+=("$role") ;; esac
-  sleep 0.5 # SGLang picks free ports by trying
+  case $role in stock | dflash | fp32_stock) stock+=("$role") ;; *) ours+=("$role") ;; esac
 done
-wait
+start ${stock[@]+"${stock[@]}"} # they need no kernels of ours
+build
+start ${ours[@]+"${ours[@]}"}
+(sleep $((seconds > 90 ? seconds - SECONDS - 50 : 40)); bundle) & # whoever cuts us off leaves this
+early=$!
+while [ -n "$(jobs -rp | grep -v "^$early$")" ]; do sleep 0.5; done
+kill $early 2>/dev/null
