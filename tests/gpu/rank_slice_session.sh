@@ -1,0 +1,90 @@
+#!/usr/bin/env bash
+# One rank of Kimi-K2.6 at TP 8 on one GPU: decode steps by stage, ways to run experts, a long prompt.
+#
+#   tests/gpu/rank_slice_session.sh OUT SECONDS [ROLE...]
+#
+# Needs python3 with torch and triton, nvcc, and SGLang on PYTHONPATH; no install of this project.
+# Roles (rank_slice.py) load SGLang side by side and then run one after the other; the first has
+# what the others leave. `slice_old_draft` (the drafter on SGLang's attention) and `slice_triton`
+# (the experts on Triton as well) run only if those before measured nothing. TVM_FFI_CACHE_DIR may
+# hold SGLang's kernels built before. Into OUT:
+#   slice.json        results of all roles
+#   logs.txt          the end of every role's output; build.txt  machine and build
+#   summary.txt       how each role ended, and the points in short
+set -uo pipefail
+root=$(cd "$(dirname "$0")/../.." && pwd)
+out=${1:?folder for the results} seconds=${2:?seconds in all}
+shift 2
+roles=("$@")
+[ ${#roles[@]} -gt 0 ] || roles=(slice slice_old_draft slice_triton moe_triton long)
+later_s=${RANK_SLICE_LATER_S:-28} # for each role but the first
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+python=${PYTHON:-python3}
+work=$(mktemp -d)
+mkdir -p "$work/links/overstory" "$work/plugin/overstory-0.1.0.dist-info" "$work/roles"
+for part in kernels workers orchestrator; do ln -s "$root/$part" "$work/links/overstory/$part"; done
+# What SGLang finds its plugins by, without an install.
+printf 'Metadata-Version: 2.1\nName: overstory\nVersion: 0.1.0\n' \
+  >"$work/plugin/overstory-0.1.0.dist-info/METADATA"
+printf '[sglang.srt.plugins]\noverstory = overstory.workers.seam.plugin:register\n' \
+  >"$work/plugin/overstory-0.1.0.dist-info/entry_points.txt"
+export PATH=$PATH:/usr/local/cuda/bin
+export PYTHONUNBUFFERED=1 OVERSTORY_KERNELS=${OVERSTORY_KERNELS:-cuda} HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+export PYTHONPATH=$work/plugin:$work/links${PYTHONPATH:+:$PYTHONPATH}
+cd "$work/links" || exit 1 # not the checkout: `kernels` there would hide another package
+
+bundle() {
+  {
+    for role in "${roles[@]}"; do
+      echo "======== $role"
+      grep -v "Capturing batches" "$work/roles/$role.txt" 2>/dev/null | tail -c 40000
+    done
+  } >"$out/logs.txt" 2>&1
+  "$python" - "$work/roles" "$out/slice.json" <<'PY'
+import json, pathlib, sys
+folder, result = map(pathlib.Path, sys.argv[1:])
+found = {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
+result.write_text(json.dumps(found))
+for name, role in found.items():
+    print(name, "points", len(role.get("points", [])), "start_s", role.get("start_s"), "errors", list(role["errors"]))
+    for point in role.get("points", []):
+        print(" ", {k: v for k, v in point.items() if k != "stages_us"}, point.get("stages_us"))
+PY
+  ls "${TVM_FFI_CACHE_DIR:-$HOME/.cache/tvm-ffi}" >"$out/kernels_built.txt" 2>/dev/null
+}
+trap 'bundle >>"$out/summary.txt" 2>&1' EXIT
+
+: >"$out/summary.txt"
+build() { # the kernels, while the roles load SGLang; `kernels` is done before any engine starts
+  {
+    nvidia-smi
+    nvcc --version | tail -2
+    "$python" -m overstory.kernels.build --arch "sm_$(nvidia-smi --query-gpu=compute_cap \
+      --format=csv,noheader --id=0 | tr -d .)"
+  } >"$out/build.txt" 2>&1 || echo "build FAILED, see build.txt" >>"$out/summary.txt"
+  echo "built after $SECONDS s" >>"$out/summary.txt"
+  touch "$work/roles/kernels.done"
+}
+build &
+
+run() { # role, seconds from now, roles that run before it
+  local role=$1 given=$2 begun=$SECONDS
+  shift 2
+  # A timed-out role still leaves what it had written.
+  timeout -k 5 $((seconds - SECONDS - 6)) "$python" "$root/tests/gpu/rank_slice.py" \
+    "$role" "$work/roles" "$given" "$@" >"$work/roles/$role.txt" 2>&1
+  echo "$role: exit $? after $((SECONDS - begun)) s" >>"$out/summary.txt"
+  touch "$work/roles/$role.done"
+}
+earlier=(kernels)
+for ((number = 0; number < ${#roles[@]}; number++)); do
+  role=${roles[number]} after=0
+  for other in "${roles[@]:number+1}"; do # each ends before the time of those after it begins
+    case $other in slice*) ;; *) after=$((after + later_s)) ;; esac
+  done
+  run "$role" $((seconds - SECONDS - 8 - after)) "${earlier[@]}" &
+  earlier+=("$role")
+  sleep 0.5 # SGLang picks free ports by trying
+done
+wait

@@ -1,0 +1,192 @@
+"""An engine of one rank's shapes with made-up weights, KV and routing. Import before SGLang.
+
+Changes SGLang in this process, each for a reason of the measurement alone:
+- layers share KV memory in ``kv_sets`` sets, so that all layers and the longest contexts fit at
+  once. Each layer still reads all of its context from memory: what the layers between two uses of
+  a set read is several times the L2.
+- norms are 1 and routers are random, so that states neither vanish nor all take the same experts.
+- the rows' embeddings get noise of their own: which experts rows take is then independent of the
+  (random) drafter's tokens. ``alike`` makes rows similar.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"] = "0"  # it would wait in every step
+os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE"] = "0"  # slots are held by hand
+sys.path.append(str(Path(__file__).parents[1] / "engine"))
+
+import harness
+
+harness.STEP_DEADLINE_S = 900.0
+NOISE_ROWS = 16 * 33
+
+
+class RowNoise:
+    """Noise of the rows of a forward, at an address that stays.
+
+    Args:
+        hidden: width of a row.
+        device: of the model.
+    """
+
+    def __init__(self, hidden: int, device: Any) -> None:
+        import torch
+
+        self._draw = torch.Generator(device=device).manual_seed(11)
+        self.rows = torch.empty((NOISE_ROWS, hidden), dtype=torch.bfloat16, device=device)
+        self.alike(0.0)
+
+    def alike(self, share: float) -> None:
+        """``share`` of the rows' variance (0 to 1) becomes common to all of them."""
+        import torch
+
+        own = torch.empty(self.rows.shape, device=self.rows.device).normal_(generator=self._draw)
+        common = torch.empty_like(own[:1]).normal_(generator=self._draw)
+        self.rows.copy_(common * share**0.5 + own * (1 - share) ** 0.5)
+
+    def add(self, module: Any, args: Any, output: Any) -> Any:
+        """A forward hook of the embedding."""
+        del module, args
+        rows = output.reshape(-1, output.shape[-1])
+        if rows.shape[0] > NOISE_ROWS:
+            return output
+        return (rows + self.rows[: rows.shape[0]]).view_as(output)
+
+
+def freshen(model: Any, scale: float = 1.0) -> None:
+    """Makes a model of dummy weights compute something: see the module."""
+    import torch
+
+    draw = None
+    for name, value in model.named_parameters():
+        if draw is None:
+            draw = torch.Generator(device=value.device).manual_seed(7)
+        if name.endswith("e_score_correction_bias"):
+            value.data.zero_()
+        elif "norm" in name and value.dim() == 1:
+            value.data.fill_(1.0)
+        elif name.endswith("mlp.gate.weight"):
+            value.data.normal_(0.0, value.shape[1] ** -0.5, generator=draw)
+        elif value.dtype == torch.int32 and value.dim() == 3:  # packed INT4 weights
+            value.data.random_(generator=draw)
+        elif scale != 1.0 and torch.is_floating_point(value) and value.dim() == 2:
+            value.data.mul_(scale)
+
+
+def share_kv(sets: int) -> None:
+    """Layers of an MLA pool share memory in ``sets`` sets; SGLang's sizing is told."""
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+    from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
+
+    create, size = MLATokenToKVPool._create_buffers, DefaultPoolConfigurator._compute_cell_size
+
+    def create_shared(self: Any) -> None:
+        layers, self.layer_num = self.layer_num, min(sets, self.layer_num)
+        try:
+            create(self)
+        finally:
+            self.layer_num = layers
+        made = self.kv_buffer
+        for buffer in made:
+            buffer.normal_()
+        self.kv_buffer = [made[i % len(made)] for i in range(layers)]
+
+    def sized(self: Any, kvc: Any, num_layers: int) -> int:
+        whole = int(size(self, kvc, num_layers))
+        return max(1, whole * min(sets, num_layers) // num_layers)
+
+    MLATokenToKVPool._create_buffers = create_shared
+    DefaultPoolConfigurator._compute_cell_size = sized
+
+
+def shape_steps(tree_tiers: tuple[int, ...]) -> None:
+    """Trees of these numbers of rows are captured, greedy steps only."""
+    from overstory.workers.ddtree import graph_tiers, step_graph
+
+    graph_tiers.TREE_TIERS = tree_tiers  # type: ignore[assignment]
+    step_graph.DRAWS = ("greedy",)  # type: ignore[assignment]
+
+
+def after_loading(noise: list[RowNoise], scale: float, noisy: bool) -> None:
+    """Every model is freshened when it is loaded; a target's embedding gets noise."""
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    load = ModelRunner.load_model
+
+    def loaded(self: Any) -> None:
+        load(self)
+        freshen(self.model, scale)
+        embedding = getattr(getattr(self.model, "model", None), "embed_tokens", None)
+        if noisy and embedding is not None and not noise:
+            hidden = int(self.model_config.hidden_size)
+            noise.append(RowNoise(hidden, next(self.model.parameters()).device))
+            embedding.register_forward_hook(noise[0].add)
+
+    ModelRunner.load_model = loaded
+
+
+def leave_draft_attention() -> None:
+    """The drafter stays on SGLang's attention."""
+    from overstory.workers.seam.cuda_block_attention import BlockAttention
+
+    BlockAttention.install = classmethod(lambda cls, runner, block: False)  # type: ignore[assignment,method-assign]
+
+
+class SliceEngine(harness.EngineHarness):
+    """One rank's engine.
+
+    Args:
+        pair: folders of target and drafter.
+        rows: most rows per request.
+        kv_sets: see the module; 0 leaves SGLang's KV as it is.
+        noisy: rows get noise.
+        scale: of the dummy weights.
+        fields: further server arguments.
+    """
+
+    device = "cuda"
+
+    def __init__(
+        self,
+        pair: tuple[str, str],
+        rows: int,
+        kv_sets: int = 0,
+        noisy: bool = True,
+        scale: float = 1.0,
+        **fields: Any,
+    ) -> None:
+        from overstory.workers.environment import prepare_process
+
+        prepare_process(self.device)
+        self.noise: list[RowNoise] = []
+        if kv_sets:
+            share_kv(kv_sets)
+        shape_steps((9, 17))
+        after_loading(self.noise, scale, noisy)
+        cuda = {
+            "attention_backend": "overstory",
+            "sampling_backend": "pytorch",
+            "disable_prefill_cuda_graph": True,
+            "mem_fraction_static": 0.9,
+        }
+        arguments = (cuda if self.device == "cuda" else {}) | {
+            "load_format": "dummy",
+            "speculative_algorithm": "DDTREE",
+            "speculative_draft_model_path": pair[1],
+            "speculative_num_draft_tokens": rows,
+            "random_seed": 1,
+            "skip_server_warmup": True,
+            "page_size": 1,
+            "log_level": "info",
+        }
+        super().__init__(pair[0], **(arguments | fields))
+
+    @property
+    def worker(self) -> Any:
+        """The DDTREE worker."""
+        return self.scheduler.model_worker

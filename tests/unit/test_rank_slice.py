@@ -1,0 +1,197 @@
+"""The pure parts of the rank slice: configs, points, and which kernel belongs to which stage."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "gpu"))
+
+from slice_config import published, rank_drafter, rank_target, toy, write_pair
+from slice_points import POLICIES, ROWS, Cell, grid, slots
+from slice_policy import CHAIN_MEANS, judge, tokens_of
+from slice_stages import (
+    STAGES,
+    Kernel,
+    from_trace,
+    median_times,
+    split_steps,
+    stage_times,
+    stages_of,
+)
+
+from overstory.workers.tree_policy import TreePolicy
+
+
+def launches(*parts: tuple[str, float], start: float = 0.0, pause: float = 0.0) -> list[Kernel]:
+    """Kernels one after the other, with a pause before each but the first."""
+    found, now = [], start
+    for name, microseconds in parts:
+        found.append(Kernel(name, now, now + microseconds))
+        now += microseconds + pause
+    return found
+
+
+NORM = ("void flashinfer::norm::RMSNormKernel<8u>", 2.0)
+GEMM = ("nvjet_sm90_tst_64x8_64x16_4x1_v_bz_TNT", 5.0)
+GATED = ("void (anonymous namespace)::act_and_mul_kernel<>", 1.0)
+ATTENTION = [("overstory::mla::attention<8, 4>", 40.0), ("overstory::mla::combine(Args, int)", 6.0)]
+DRAFT = [NORM, GEMM, ("_fwd_kernel", 30.0), GEMM, ("overstory::candidates_topk_kernel<>", 4.0)]
+MERGED = [("overstory::merge_candidates_kernel(Args)", 3.0)]
+BUILD = [("overstory::tree_build_kernel<1>", 5.0), ("overstory::tree_mask_kernel", 2.0)]
+EXPERTS = [
+    ("dsv3_router_gemm", 3.0),
+    ("moe_align_block_size_kernel", 2.0),
+    ("device::marlin_moe::Marlin<>", 50.0),
+    GATED,
+    ("device::marlin_moe::Marlin<>", 25.0),
+    ("moe_sum_reduce_kernel", 2.0),
+]
+SHARED = [GEMM, GATED, GEMM]
+LAYER = [NORM, GEMM, *ATTENTION, GEMM, NORM, *EXPERTS, *SHARED]
+END = [NORM, GEMM, ("at::native::reduce_kernel<512, 1, ArgMaxOps>", 4.0)]
+COMMIT = [("overstory::tree_accept_kernel", 3.0), ("overstory::kv_relocate", 2.0), GEMM, NORM]
+
+
+def test_stages_add_up_and_are_told_apart() -> None:
+    step = launches(*DRAFT, *MERGED, *BUILD, *LAYER, *LAYER, *END, *COMMIT, pause=0.5)
+    times = stage_times(step)
+    assert set(times) == {*STAGES, "pauses", "span"}
+    assert times["span"] == pytest.approx(sum(v for k, v in times.items() if k != "span"))
+    assert times["draft"] == pytest.approx(2 + 5 + 30 + 5 + 4 + 3)
+    assert times["build"] == pytest.approx(7)
+    assert times["attention"] == pytest.approx(92)
+    assert times["moe"] == pytest.approx(2 * (3 + 2 + 50 + 1 + 25 + 2))
+    assert times["dense"] == pytest.approx(2 * (2 + 5 + 5 + 2 + 5 + 1 + 5) + 2)
+    assert times["head"] == pytest.approx(9)
+    assert times["commit"] == pytest.approx(12)
+
+
+def test_a_plain_step_has_no_draft() -> None:
+    times = stage_times(launches(("index", 1.0), *LAYER, *END, *COMMIT))
+    assert times["draft"] == 0
+    assert times["build"] == pytest.approx(1)
+    assert times["attention"] == pytest.approx(46)
+
+
+def test_overlapping_kernels_are_counted_once() -> None:
+    step = launches(*LAYER, *END, *COMMIT)
+    beside = Kernel("nvjet_beside_the_experts", step[8].start + 1, step[8].start + 11)
+    both = sorted([*step, beside], key=lambda k: k.start)
+    assert stage_times(both)["span"] == pytest.approx(stage_times(step)["span"])
+    assert sum(stage_times(both)[s] for s in (*STAGES, "pauses")) == pytest.approx(
+        stage_times(both)["span"]
+    )
+
+
+def test_tritons_verify_attention_is_no_drafters() -> None:
+    triton = [NORM, GEMM, ("_fwd_kernel", 900.0), GEMM, NORM, *EXPERTS]
+    step = launches(*DRAFT, *MERGED, *triton, *END, *COMMIT)
+    assert stage_times(step)["attention"] == pytest.approx(900)
+    assert stage_times(step)["draft"] == pytest.approx(49)
+
+
+def test_what_is_no_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="no norm"):
+        stages_of(launches(GEMM, *COMMIT))
+    with pytest.raises(ValueError, match="no attention"):
+        stages_of(launches(NORM, GEMM, *COMMIT))
+
+
+def test_a_profile_is_cut_at_its_longest_pauses() -> None:
+    step = [*LAYER, *END, *COMMIT]
+    run = [k for i in range(3) for k in launches(*step, start=i * 9000.0, pause=0.7)]
+    parts = split_steps(run, 3)
+    assert [len(part) for part in parts] == [len(step)] * 3
+    assert median_times([stage_times(p) for p in parts])["attention"] == pytest.approx(46)
+
+
+def test_a_trace_gives_device_work_alone() -> None:
+    events = [
+        {"cat": "kernel", "name": "b", "ts": 5, "dur": 2},
+        {"cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": 0, "dur": 9},
+        {"cat": "gpu_memcpy", "name": "a", "ts": 1, "dur": 1},
+        {"cat": "gpu_user_annotation", "name": "step", "ts": 0, "dur": 99},
+    ]
+    assert from_trace(events) == [Kernel("a", 1.0, 2.0), Kernel("b", 5.0, 7.0)]
+
+
+def test_a_rank_of_eight_has_an_eighth_of_what_is_split() -> None:
+    target = rank_target(published("kimi-k2.6"), 8)
+    assert (target["num_attention_heads"], target["moe_intermediate_size"]) == (8, 256)
+    assert (target["intermediate_size"], target["vocab_size"]) == (2304, 20480)
+    assert (target["hidden_size"], target["n_routed_experts"]) == (7168, 384)
+    assert target["num_hidden_layers"] == 61
+    weights = target["quantization_config"]["config_groups"]["group_0"]["weights"]
+    assert (weights["num_bits"], weights["group_size"]) == (4, 32)
+    drafter = rank_drafter(published("kimi-k2.6-dflash"), target, 8)
+    assert (drafter["num_attention_heads"], drafter["num_key_value_heads"]) == (8, 1)
+    assert drafter["dflash_config"]["target_layer_ids"] == [1, 12, 24, 35, 47, 58]
+    assert drafter["vocab_size"] == target["vocab_size"]
+
+
+def test_fewer_layers_keep_the_drafter_within_them(tmp_path: Path) -> None:
+    target = rank_target(published("kimi-k2.6"), 8, layers=4, quantised=False)
+    drafter = rank_drafter(published("kimi-k2.6-dflash"), target, 8)
+    assert drafter["dflash_config"]["target_layer_ids"] == [0, 1, 2]
+    assert "quantization_config" not in target
+    folders = write_pair(tmp_path, target, drafter)
+    assert json.loads((Path(folders[0]) / "config.json").read_text()) == target
+
+
+def test_sizes_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_attention_heads=64 cannot be shared by 5"):
+        rank_target(published("kimi-k2.6"), 5)
+    assert rank_target(toy()[0], 2)["num_attention_heads"] == 8
+
+
+def test_the_grid_has_the_points_asked_for_in_order_of_worth() -> None:
+    cells = grid()
+    ours = {(c.batch, c.context, r) for c in cells if c.backend == "overstory" for r in c.rows}
+    asked = {(b, c, r) for b in (1, 4, 16) for c in (1024, 8192, 65536, 200_000) for r in ROWS}
+    assert asked <= ours
+    triton = {(c.batch, c.context) for c in cells if c.backend == "triton"}
+    assert triton == {(b, c) for b in (1, 4) for c in (1024, 8192, 65536, 200_000)}
+    assert [c.context for c in cells[:2]] == [65536, 200_000]
+    assert cells[2] == Cell(1, 65536, (9,), "triton")
+    assert cells[0].rows[0] == 9
+
+
+def test_rows_are_those_of_their_policies() -> None:
+    for rows, policy in POLICIES.items():
+        assert 1 + TreePolicy.parse(policy).drafted_nodes(8) == rows
+    assert slots([Cell(2, 100, (1,), ""), Cell(1, 150, (1,), "")], 33) == 1 + 2 * 133
+
+
+def step_cost(batch: int, context: int, rows: int) -> int:
+    """Made up: weights of the experts that rows touch, then keys, then operations."""
+    touched = 384 * (1 - (1 - 8 / 384) ** (batch * rows))
+    return round(4000 + 25 * touched + 0.02 * batch * context + 6 * batch * rows)
+
+
+def test_the_automatic_choice_is_the_best_fixed_one_where_costs_are_known() -> None:
+    points = [
+        {"backend": backend, "batch": b, "context": c, "rows": r, "step_us": step_cost(b, c, r)}
+        for backend in ("overstory", "triton")
+        for b in (1, 4, 16)
+        for c in (1024, 8192, 65536, 200_000)
+        for r in POLICIES
+    ]
+    for tokens in CHAIN_MEANS:
+        found = judge(points, tokens)
+        assert len(found) == 12
+        assert all(verdict.ratio > 0.984 and verdict.in_table for verdict in found)
+    between = judge(points, 4.5, without=frozenset({8192, 65536}))
+    assert [v.in_table for v in between[:4]] == [True, False, False, True]
+    assert all(verdict.ratio > 0.98 for verdict in between)
+    assert {v.chosen for tokens in CHAIN_MEANS for v in judge(points, tokens)} != {"chain"}
+
+
+def test_tokens_grow_with_rows() -> None:
+    tokens = tokens_of(4.5)
+    assert tokens[1] == 1
+    assert tokens[8] == 4.5 < tokens[9] < tokens[17] < tokens[33]
+    assert tokens[33] == pytest.approx(4.5 * 1.205)
