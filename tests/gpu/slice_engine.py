@@ -72,7 +72,7 @@ def freshen(model: Any, scale: float = 1.0) -> None:
             value.data.fill_(1.0)
         elif name.endswith("mlp.gate.weight"):
             value.data.normal_(0.0, value.shape[1] ** -0.5, generator=draw)
-        elif value.dtype == torch.int32 and value.dim() == 3:  # packed INT4 weights
+        elif value.dtype in (torch.int32, torch.uint8) and value.dim() == 3:  # packed INT4
             value.data.random_(generator=draw)
         elif scale != 1.0 and torch.is_floating_point(value) and value.dim() == 2:
             value.data.mul_(scale)
