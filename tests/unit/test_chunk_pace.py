@@ -7,6 +7,7 @@ import pytest
 
 from overstory.orchestrator.backend import TokenChunk, TokenLogprobs
 from overstory.orchestrator.chunk_pace import paced
+from overstory.orchestrator.service import stream_hold_s
 
 LONG_S = 60.0
 
@@ -99,3 +100,9 @@ def test_closing_ends_the_source() -> None:
         assert ended, "the source runs on"
 
     asyncio.run(follow())
+
+
+def test_many_streams_send_no_more_messages_than_few() -> None:
+    assert stream_hold_s(1) == 0.005
+    assert 32 / stream_hold_s(32) == pytest.approx(1500.0)
+    assert stream_hold_s(10_000) == 0.05
