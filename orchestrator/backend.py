@@ -13,7 +13,11 @@ class ReplicaLost(Exception):
 
 class ReplicaLeaving(Exception):
     """The replica that serves a sequence is to go, or takes no new one: nothing is wrong, the
-    sequence goes on elsewhere."""
+    sequence goes on elsewhere. `replica` is where its KV can be had for a while, if anywhere."""
+
+    def __init__(self, message: str, replica: str = "") -> None:
+        super().__init__(message)
+        self.replica = replica
 
 
 class EngineRefused(Exception):

@@ -29,6 +29,7 @@ from typing import Any, Protocol
 from overstory.orchestrator.controller_state import ControllerState, Verdict
 from overstory.orchestrator.defrag import DefragOrder, DefragRefused, defragment
 from overstory.orchestrator.defrag_plan import Fragmentation, SlotPicture
+from overstory.orchestrator.handoff import MEET_S, HandOffs, NotMoved, Text
 from overstory.orchestrator.lease import Command, LeaseRefused, StaleEpoch
 from overstory.orchestrator.rank_directory import RankGone
 from overstory.workers.death_note import EXIT_DIVERGED
@@ -100,6 +101,7 @@ class Controller:
         self._defrag_every_s = defrag_every_s
         self._defrag_order = DefragOrder(below=defrag_below)
         self._defragmenting: set[str] = set()
+        self._handoffs = HandOffs(self)
         self._watch: asyncio.Task[None] | None = None
         self._clock = clock
         self._identity = uuid.uuid4().hex
@@ -207,15 +209,20 @@ class Controller:
             raise DefragRefused("no replica is under lease: there is nothing to defragment")
         return {name: await self._defragment(name, order) for name in names}
 
+    async def hand_off(self, giver: str, taker: str, text: Text) -> int:
+        """See `HandOffs.move`."""
+        return await self._handoffs.move(giver, taker, text)
+
     async def status(self) -> dict[str, Any]:
-        """See `ControllerState.status`; reports are read anew for it."""
+        """See `ControllerState.status`, and `hand_offs`: `HandOffFigures`; reports are read anew
+        for it."""
         names = self._state.leased()
         await asyncio.gather(*(self._read(name) for name in names), return_exceptions=True)
-        return self._state.status()
+        return self.last_status()
 
     def last_status(self) -> dict[str, Any]:
-        """See `ControllerState.status`; of the last reports."""
-        return self._state.status()
+        """As `status`, of the last reports."""
+        return {**self._state.status(), "hand_offs": self._handoffs.status()}
 
     # ------------------------------------------------------------------ `defrag.Steering`
 
@@ -240,6 +247,21 @@ class Controller:
     def pictured(self, replica: str, seen: Fragmentation) -> None:
         """Keeps figures for the status."""
         self._state.pictured(replica, dataclasses.asdict(seen))
+
+    # ------------------------------------------------------------------ `handoff.Steering`
+
+    def ranks_of(self, replica: str) -> int:
+        """Ranks of a replica whose rows nothing else moves; `NotMoved` for any other."""
+        if replica not in self._state.leased():
+            raise NotMoved(f"replica {replica} is not steered from here")
+        if replica in self._defragmenting:
+            raise NotMoved(f"replica {replica} is being defragmented")
+        return self._state.ranks(replica)
+
+    async def ask(self, replica: str, rank: int, method: str, *arguments: Any) -> Any:
+        """Calls a control method of a rank, which may wait for another rank."""
+        limit_s = CALL_TIMEOUT_S + MEET_S
+        return await self._ranks.call(replica, rank, method, *arguments, timeout_s=limit_s)
 
     # ------------------------------------------------------------------ tasks
 

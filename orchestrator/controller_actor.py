@@ -16,6 +16,7 @@ from overstory.orchestrator.controller_metrics import keep_exporting
 from overstory.orchestrator.defrag import DefragOrder
 from overstory.orchestrator.fleet import Fleet
 from overstory.orchestrator.fleet_watch import FleetWatch
+from overstory.orchestrator.handoff import Text
 from overstory.orchestrator.lease import Command
 from overstory.orchestrator.rank_directory import RankDirectory
 from overstory.orchestrator.rank_group import NAMESPACE
@@ -77,6 +78,10 @@ class _ControllerActor:
     async def defrag(self, order: DefragOrder, replica: str | None = None) -> dict[str, Any]:
         """See `Controller.defrag`."""
         return await self._controller.defrag(order, replica)
+
+    async def hand_off(self, giver: str, taker: str, text: Text) -> int:
+        """See `Controller.hand_off`."""
+        return await self._controller.hand_off(giver, taker, text)
 
     async def replica_event(
         self, event: str, replica: str, actor: str, limits: HealthLimits, detail: Any

@@ -36,6 +36,7 @@ class ControllerMetrics:
                 self._replica(replica)
         self._kinds("replicas", "phase", status["replicas"], "phase")
         self._kinds("replica_health", "state", status.get("health") or [], "state")
+        self._hand_offs(status.get("hand_offs") or {})
         for name, labels in before - self._gauges:  # gone; Ray forgets no series
             self._meters.set(name, 0.0, **dict(labels))
 
@@ -58,6 +59,12 @@ class ControllerMetrics:
                 load = rank["load"] or {}
                 self._set("engine_running", load.get("running"), replica=name)
                 self._set("engine_waiting", load.get("waiting"), replica=name)
+
+    def _hand_offs(self, figures: Mapping[str, Any]) -> None:
+        self._count("kv_handed_over_bytes", figures.get("bytes", 0))
+        self._count("kv_hand_over_seconds", figures.get("seconds", 0.0))
+        self._count("kv_hand_overs", figures.get("sequences", 0), outcome="moved")
+        self._count("kv_hand_overs", figures.get("fallbacks", 0), outcome="computed")
 
     def _slots(self, load: Mapping[str, Any] | None, labels: dict[str, str]) -> None:
         if load is None:

@@ -76,6 +76,11 @@ DEPLOYMENT = (
           (("sum by (why) (increase(sequences_moved_total{}[10m]))", "{{why}}"),), True),
     Panel("Faults in 10 minutes", "short",
           (("sum by (kind) (increase(faults_total{}[10m]))", "{{kind}}"),)),
+    Panel("KV that came from replicas that go", "short", (
+        ("sum(rate(kv_handed_over_bytes_total{}[$interval]))", "bytes/s"),
+        ("sum(rate(kv_hand_over_seconds_total{}[$interval]))", "share of time"),
+        ("sum by (outcome) (rate(kv_hand_overs_total{}[$interval]))", "sequences {{outcome}}/s"),
+    )),
 )  # fmt: skip
 """Panels of the dashboard of a deployment."""
 

@@ -56,7 +56,10 @@ _SHUN_ODD_S = 5.0  # nobody knows what ails it
 class ReplicaBackend:
     """Tokens from whichever replica Serve picks."""
 
-    def __init__(self, replicas: DeploymentHandle, board: ReplicaBoard) -> None:
+    def __init__(
+        self, replicas: DeploymentHandle, board: ReplicaBoard, hands_over_kv: bool = False
+    ) -> None:
+        self._hands_over_kv = hands_over_kv
         self._stream = replicas.options(stream=True)
         self._call = replicas
         self._board = board
@@ -71,7 +74,8 @@ class ReplicaBackend:
                     async for chunk in chunks:
                         yield chunk
                 if placed.leave.is_set():
-                    raise ReplicaLeaving(f"replica {placed.replica} is to go")
+                    giver = (placed.replica or "") if self._hands_over_kv else ""
+                    raise ReplicaLeaving(f"replica {placed.replica} is to go", giver)
             except RequestRefused as error:
                 raise EngineRefused(_cause(error), 400) from error
             except EngineBusy as error:
@@ -99,7 +103,7 @@ class Gateway:
         label_process(f"gateway of {spec.name}")
         gateway, model_dir = spec.gateway, resolve_model(spec.model)
         self._deployment = replicas.app_name
-        self._backend = ReplicaBackend(replicas, board_of(replicas.app_name))
+        self._backend = ReplicaBackend(replicas, board_of(replicas.app_name), spec.hands_over_kv)
         context = spec.engine.get("context_length") or read_target(model_dir).max_positions
         tokenizer = load_tokenizer(model_dir, bool(spec.engine.get("trust_remote_code")))
         self._service = EndpointService(

@@ -30,6 +30,7 @@ class GenerateCall:
         logprobs: alternatives to log at each position beside the token itself; None for no
             log-probabilities at all.
         session: the client's name of its conversation, for routing alone; empty for none.
+        kv_at: replica that has KV of it, and its `rid` there; None where there is none.
     """
 
     rid: str
@@ -38,6 +39,7 @@ class GenerateCall:
     hold_s: float = 0.0
     logprobs: int | None = None
     session: str = ""
+    kv_at: tuple[str, str] | None = None
 
 
 @dataclass(slots=True)
@@ -53,6 +55,7 @@ class JournalEntry:
     outcome: Outcome | None = None
     moves: int = 0
     session: str = ""
+    kv_at: tuple[str, str] | None = None
 
     def commit(self, ids: Sequence[int]) -> None:
         """Tokens that the engine has decided for good."""
@@ -75,7 +78,12 @@ class JournalEntry:
             hold_s=hold_s,
             logprobs=logprobs,
             session=self.session,
+            kv_at=self.kv_at,
         )
+
+    def left(self, replica: str) -> None:
+        """The call in flight has ended early; its KV can be had at `replica`, if that is named."""
+        self.kv_at = (replica, self.call().rid) if replica else None
 
 
 class Journal:

@@ -137,6 +137,14 @@ CONTROLLER = (
     _gauge("replicas", "replicas", "Replicas by the controller's phase", "phase"),
     _gauge("replica_health", "replicas", "Replicas by state of health", "state"),
     _counter("faults", "replicas", "Replicas that went to this phase or state", "kind"),
+    _counter("kv_handed_over_bytes", "bytes", "KV that came from replicas that go"),
+    _counter("kv_hand_over_seconds", "seconds", "Time that ranks stood still to take it"),
+    _counter(
+        "kv_hand_overs", "sequences",
+        "Sequences that moved while their KV could be had, by outcome: moved (with all of it), "
+        "computed (again, in part or whole)",
+        "outcome",
+    ),
 )  # fmt: skip
 """Of the deployment's controller, which reads the ranks' reports."""
 

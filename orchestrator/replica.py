@@ -29,6 +29,7 @@ from overstory.orchestrator.herald import Herald
 from overstory.orchestrator.journal import GenerateCall
 from overstory.orchestrator.launch import launch_engine
 from overstory.orchestrator.rank_group import CONTROL, call
+from overstory.orchestrator.replica_handoff import ReplicaHandOff
 from overstory.orchestrator.replica_health import ReplicaHealth, State
 from overstory.orchestrator.replica_setup import engine_limits, health_limits, rank_plan
 from overstory.orchestrator.sampling import Sampling
@@ -70,6 +71,13 @@ class Replica:
         self._word: dict[str, Any] = {"forwards": 0, "work": 0, "prefilling": False}
         self._ending = threading.Event()
         self._engine.on_death = self._end
+        self._handoff = ReplicaHandOff(
+            spec.name,
+            name,
+            spec.hands_over_kv,
+            spec.control.kv_hand_off_tokens,
+            self._engine.group.actors[0],
+        )
         if self._engine.server_args.enable_metrics:
             pass_on({"deployment": spec.name, "replica": name, "process": "front"})
         _register(spec, name)
@@ -81,6 +89,8 @@ class Replica:
             RequestRefused, EngineBusy, EngineDead: see `engine_errors`.
         """
         name_request(f"request {request.rid}")
+        await self._handoff.bring(request)
+        finished = False
         steps = cast(
             AsyncGenerator[dict[str, Any], None],
             self._engine.generate_ids(
@@ -97,12 +107,16 @@ class Replica:
                 async with aclosing(paced(chunks, request.hold_s)) as together:
                     async for chunk in together:
                         self._health.generated()
+                        finished = chunk.finish is not None
                         yield chunk
             except (RequestRefused, EngineBusy):  # The client's doing, or nobody's.
                 raise
             except Exception as error:
                 self._health.request_failed(f"{type(error).__name__}: {error}")
                 raise
+            finally:
+                if not finished:
+                    self._handoff.left()
 
     async def limits(self) -> dict[str, int]:
         """See `engine_limits`."""
@@ -178,6 +192,9 @@ class Replica:
         """Called by Serve at the end of a graceful shutdown: no rank stays behind."""
         engine = getattr(self, "_engine", None)
         if engine is not None:
+            handoff = getattr(self, "_handoff", None)
+            if handoff is not None and engine.death is None:
+                handoff.stay()
             engine.shutdown()
             self._herald.ended()
 

@@ -109,8 +109,10 @@ class Carrier:
                 self._on_loss(str(error))
                 self._losses += 1
                 self._cause = str(error)
+                self._entry.left("")
                 pause_s = self._go_on("lost", error)
             except ReplicaLeaving as error:
+                self._entry.left(error.replica)
                 pause_s = self._go_on("leaving", error)
             except EngineRefused as error:
                 if error.status != HTTPStatus.SERVICE_UNAVAILABLE or not self._entry.moves:

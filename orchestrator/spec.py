@@ -207,6 +207,13 @@ class ControlSpec(_Section):
     """Share of neighbouring rows that are neighbours in the pool, below which such a look is
     followed by relocation passes."""
 
+    kv_hand_off: Literal["auto", "on", "off"] = "auto"
+    """Whether the KV of a sequence that moves to another replica (restart, fewer replicas) moves
+    with it, instead of being computed again; `auto`: between GPUs."""
+
+    kv_hand_off_tokens: int = Field(default=1024, ge=1)
+    """Shortest sequence whose KV moves; a shorter one is computed sooner than it is asked for."""
+
     unresponsive_s: float = Field(default=60.0, gt=0)
     """Seconds after which a rank whose control side does not answer is ended, and its replica with
     it: it may be stopped, cut off, or its host overloaded."""
@@ -299,6 +306,12 @@ class DeploymentSpec(_Section):
                 "give it a budget and no spine_first, or set tree.policy: fixed"
             )
         return self
+
+    @property
+    def hands_over_kv(self) -> bool:
+        """`control.kv_hand_off`, decided."""
+        wanted = self.control.kv_hand_off
+        return wanted == "on" or (wanted == "auto" and self.resources.device == "cuda")
 
     @property
     def tp_size(self) -> int:

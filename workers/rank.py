@@ -30,6 +30,7 @@ from overstory.workers.defrag.handlers import SHELF
 from overstory.workers.digest import DigestChain, StepFacts
 from overstory.workers.environment import prepare_process
 from overstory.workers.gate import RanksDiverged, StepGate
+from overstory.workers.handoff.rank_side import RankSide
 from overstory.workers.interfaces import is_loopback, meet_over_network
 from overstory.workers.log_context import label_process
 from overstory.workers.prefix_report import PrefixReader, PrefixReport, Version
@@ -119,6 +120,8 @@ class RankHost:
         self._memory_kills = kernel_memory_kills()
         self._commands = CommandTable()
         handlers.register(self._commands)
+        self._handoff = RankSide(device, placement.assigned_cuda_ordinal, placement.node_address)
+        self._handoff.register(self._commands)
         self._command_results: dict[str, Any] = {}
         self._prefixes = PrefixReader()
         self._digests = DigestChain()
@@ -171,6 +174,7 @@ class RankHost:
         gpu_id = 0 if self._device == "cpu" else placement.assigned_cuda_ordinal()
         attn_cp_rank, moe_dp_rank, moe_ep_rank = _compute_parallelism_ranks(server_args, rank)
         try:
+            self._handoff.identify(server_args, rank)
             if server_args.dist_init_addr and not is_loopback(server_args.dist_init_addr):
                 meet_over_network(placement.node_address())
             dp_rank = configure_scheduler_process(
@@ -314,6 +318,11 @@ class RankHost:
             return None
         cache = self._view.raw.tree_cache
         return self._prefixes.report(cache, self._forwards(), known)
+
+    def peer(self, method: str, *arguments: Any) -> Any:
+        """`kind`, `offer`, `open`, `close` or `holding` of `RankSide`."""
+        assert method in ("kind", "offer", "open", "close", "holding"), method
+        return getattr(self._handoff, method)(*arguments)
 
     def exchange(self, after_forward: int, every: int, wait_s: float) -> dict[str, Any]:
         """Rank 0: answers with a report as soon as there is a reason to.

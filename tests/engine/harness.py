@@ -119,6 +119,8 @@ class EngineHarness:
     #: Where the model runs, and whether SGLang runs it with our plugin.
     device = "cpu"
     with_plugin = True
+    #: GPU of rank 0; the others' follow.
+    first_gpu = 0
 
     def __init__(self, model_path: str, tp_rank: int = 0, **server_args: Any):
         prepare_process(self.device)
@@ -143,7 +145,8 @@ class EngineHarness:
         self.server_args = ServerArgs(**(fields | server_args))
         publish(self.server_args, role="scheduler")
         ports = PortArgs.init_new(self.server_args)
-        self.scheduler = Scheduler(self.server_args, ports, 0, tp_rank, 0, 0, 0, 0, None)
+        gpu = self.first_gpu + tp_rank if self.device == "cuda" else 0
+        self.scheduler = Scheduler(self.server_args, ports, gpu, tp_rank, 0, 0, 0, 0, None)
         self.outputs: dict[str, Output] = {}
         self._gate = _Gate()
         self._view = SglangScheduler(self.scheduler)
@@ -199,6 +202,13 @@ class EngineHarness:
                 self._gate.allowed += 1
                 self._gate.condition.notify_all()
             self._gate.wait_idle()
+
+    def step_freely(self, iterations: int) -> None:
+        """As `step`, without a stop between."""
+        with self._gate.condition:
+            self._gate.allowed += iterations
+            self._gate.condition.notify_all()
+        self._gate.wait_idle()
 
     def at_boundary(self, act: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Drains, then runs `act(scheduler, *arguments)`, where a boundary command would.

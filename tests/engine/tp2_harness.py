@@ -27,12 +27,15 @@ START_DEADLINE_S = 300.0
 class Tp2Harness(EngineHarness):
     """Rank 0 and, by pipe, rank 1."""
 
+    #: What rank 1 is.
+    rank_kind: type[EngineHarness] = EngineHarness
+
     def __init__(self, model_path: str, **server_args: Any) -> None:
         fields = server_args | {"tp_size": 2, "dist_init_addr": f"127.0.0.1:{free_port()}"}
         context = multiprocessing.get_context("spawn")
         self._peer, theirs = context.Pipe()
         self._child = context.Process(
-            target=_run_rank_1, args=(theirs, model_path, fields), daemon=True
+            target=_run_rank_1, args=(theirs, model_path, fields, self.rank_kind), daemon=True
         )
         self._child.start()
         theirs.close()
@@ -45,6 +48,13 @@ class Tp2Harness(EngineHarness):
             self._peer.send(("step", list(self._gate.pending), str(tree_policy.current())))
             super().step()
             self._told("stepped", STEP_DEADLINE_S)
+
+    def step_freely(self, iterations: int) -> None:
+        """As on one rank; rank 1 takes as many steps."""
+        policy = str(tree_policy.current())
+        self._peer.send(("step_freely", list(self._gate.pending), policy, iterations))
+        super().step_freely(iterations)
+        self._told("stepped", STEP_DEADLINE_S)
 
     def at_boundary(self, act: Callable[..., Any], *arguments: Any) -> list[Any]:
         """As on one rank; rank 1's result comes second."""
@@ -96,11 +106,13 @@ def state(harness: EngineHarness) -> dict[str, Any]:
     }
 
 
-def _run_rank_1(pipe: Connection, model_path: str, fields: dict[str, Any]) -> None:
+def _run_rank_1(
+    pipe: Connection, model_path: str, fields: dict[str, Any], kind: type[EngineHarness]
+) -> None:
     os.environ["OVERSTORY_TEST_RANK"] = "1"
-    prepare_process("cpu")
+    prepare_process(kind.device)
     try:
-        harness = EngineHarness(model_path, tp_rank=1, **fields)
+        harness = kind(model_path, tp_rank=1, **fields)
         pipe.send(("ready", None))
         _obey(pipe, harness)
     except BaseException as error:
@@ -111,13 +123,13 @@ def _run_rank_1(pipe: Connection, model_path: str, fields: dict[str, Any]) -> No
 def _obey(pipe: Connection, harness: EngineHarness) -> None:
     while True:
         what, *values = pipe.recv()
-        if what == "step":
-            requests, name = values
+        if what in ("step", "step_freely"):
+            requests, name, *iterations = values
             tree_policy.set_current(parse_policy(name))
             harness._gate.pending = requests
             for request in requests:
                 harness.outputs.setdefault(request.rid, Output())
-            harness.step()
+            getattr(harness, what)(*iterations)
             pipe.send(("stepped", None))
         elif what == "act":
             act, arguments = values

@@ -1,0 +1,92 @@
+"""A replica's part in handing KV over: it fetches that of sequences that come from one that goes,
+and stays until its own has been fetched when it goes itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from overstory.orchestrator.controller_actor import find_controller
+from overstory.orchestrator.handoff import Text
+from overstory.orchestrator.journal import GenerateCall
+from overstory.orchestrator.rank_group import CONTROL, call
+
+logger = logging.getLogger(__name__)
+
+BRING_S = 30.0
+"""Longest that a sequence waits for its KV; then it is computed again."""
+COMING_S = 3.0
+"""How long after the last sequence left this replica another one may still ask for its KV."""
+STAY_S = 8.0
+"""Longest stay. With `replica_board.DRAIN_S` less than Serve's limit for a graceful end."""
+_LOOK_S = 0.1
+
+
+class ReplicaHandOff:
+    """One replica's.
+
+    Args:
+        deployment: its name.
+        replica: this one's name.
+        on: whether KV is handed over at all.
+        least_tokens: shorter sequences are computed again.
+        rank_0: this replica's rank actor.
+    """
+
+    def __init__(
+        self, deployment: str, replica: str, on: bool, least_tokens: int, rank_0: Any
+    ) -> None:
+        self._deployment, self._replica = deployment, replica
+        self._on, self._least_tokens, self._rank_0 = on, least_tokens, rank_0
+        self._left_at = -COMING_S
+
+    async def bring(self, request: GenerateCall) -> None:
+        """Before the engine gets it: its KV from where it was, if there is any to be had. Never
+        fails the request."""
+        if not self._on or request.kv_at is None or len(request.input_ids) < self._least_tokens:
+            return
+        giver, rid = request.kv_at
+        begun = time.monotonic()
+        try:
+            async with asyncio.timeout(BRING_S):
+                controller = await asyncio.to_thread(find_controller, self._deployment)
+                if controller is None:
+                    return
+                text = Text(rid, tuple(request.input_ids))
+                tokens = await controller.hand_off.remote(giver, self._replica, text)
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            why = str(getattr(error, "cause", None) or error) or type(error).__name__
+            logger.warning("request %s is computed again: %s", request.rid, why.splitlines()[-1])
+            return
+        logger.info(
+            "request %s: KV of %d of its %d tokens came from replica %s in %.2f s",
+            request.rid,
+            tokens,
+            len(request.input_ids),
+            giver,
+            time.monotonic() - begun,
+        )
+
+    def left(self) -> None:
+        """A sequence went before its end: another replica may ask for its KV."""
+        self._left_at = time.monotonic()
+
+    def stay(self) -> None:
+        """Before the end of this replica: blocks while its KV is fetched, or may be soon."""
+        deadline = time.monotonic() + STAY_S
+        while self._on and time.monotonic() < deadline:
+            coming = time.monotonic() - self._left_at < COMING_S
+            try:
+                holding = ray.get(call(self._rank_0, CONTROL, "peer", "holding"), timeout=2.0)
+            except (RayError, TimeoutError):
+                return
+            if not coming and not holding:
+                return
+            time.sleep(_LOOK_S)

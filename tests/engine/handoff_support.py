@@ -1,0 +1,203 @@
+"""Two replicas side by side, for the hand-off tests: one in the test process, one in a child.
+
+What runs on the ranks is in functions of this module, which every rank imports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import types
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from overstory.workers.environment import prepare_process
+from overstory.workers.handoff.commands import KvHandoff
+from overstory.workers.handoff.peers import Giver, Peers
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from harness import EngineHarness
+
+PIECE_BYTES = 1 << 16
+START_S = 300.0
+ANSWER_S = 120.0
+
+_HANDOFF = KvHandoff()
+_PEERS = Peers(
+    {"kv": _HANDOFF.give},
+    lambda: torch.device("cuda", torch.cuda.current_device()),
+    lambda: "127.0.0.1",
+)
+_HANDOFF.peers = _PEERS
+
+
+def _context(scheduler: Any) -> Any:
+    view = types.SimpleNamespace(raw=scheduler)
+    return types.SimpleNamespace(rank=scheduler.ps.tp_rank, scheduler=view)
+
+
+# ------------------------------------------------------------------ on every rank
+
+
+def command(scheduler: Any, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A boundary command."""
+    act = {"kv_hold": _HANDOFF.hold, "kv_take": _HANDOFF.take, "kv_let_go": _HANDOFF.let_go}
+    with torch.inference_mode():
+        return act[name](_context(scheduler), arguments)
+
+
+def offer(scheduler: Any, name: str) -> bytes:
+    return _PEERS.offer(name)
+
+
+def open_peer(
+    scheduler: Any, name: str, tickets: list[bytes] | None, transfer_s: float = 20.0
+) -> None:
+    ticket = None if tickets is None else tickets[scheduler.ps.tp_rank]
+    if scheduler.device == "cpu":
+        _PEERS.open(name, "tcp", ticket, 20.0, transfer_s, PIECE_BYTES)
+    else:
+        _PEERS.open(name, "nccl", ticket, 20.0, transfer_s, 64 << 20)
+
+
+def close_peer(scheduler: Any, name: str) -> None:
+    _PEERS.close(name)
+
+
+def threads(scheduler: Any) -> list[str]:
+    """Those of communicators."""
+    return [t.name for t in threading.enumerate() if t.name.startswith(("giver", "line"))]
+
+
+def fault(scheduler: Any, kind: str, rank: int) -> None:
+    """From the second piece on: the giving rank is killed, sends garbage, or lets go of its KV."""
+    if scheduler.ps.tp_rank != rank:
+        return
+    table, count = _HANDOFF._rows(scheduler), 0
+    mover = table._mover
+
+    def strange(slots: torch.Tensor, taking_out: bool) -> Any:
+        move = mover(slots, taking_out)
+
+        def act(staging: torch.Tensor) -> None:
+            nonlocal count
+            count += 1
+            if kind == "killed" and count == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if kind == "let go" and count == 2:
+                with _HANDOFF._lock:
+                    _HANDOFF._held.clear()
+            move(staging)
+
+        return act
+
+    if kind == "garbage":
+        garbled = Giver.__init__.__globals__["Conveyor"]
+        seal = garbled._seal
+
+        def wrong(self: Any, staging: torch.Tensor, size: int) -> None:
+            seal(self, staging, size)
+            staging[size // 2] += 1
+
+        garbled._seal = wrong
+    else:
+        table._mover = strange
+
+
+# ------------------------------------------------------------------ the other replica
+
+
+class OtherReplica:
+    """A harness in a child process, told what to do by pipe. Kill-proof: `close` ends it all."""
+
+    def __init__(
+        self, model: str, kind: type[EngineHarness], first_gpu: int = 0, **server_args: Any
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        # Not a daemon: it has a child of its own at TP 2.
+        self.process = context.Process(
+            target=_host, args=(theirs, model, kind, first_gpu, server_args)
+        )
+        self.process.start()
+        self.spoilt = False
+        """Set by whoever has put a fault into it: it is not to be used again."""
+        theirs.close()
+        self._hear("ready", START_S)
+
+    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """A method of the harness."""
+        self.begin(method, *arguments, **named)
+        return self.end()
+
+    def begin(self, method: str, *arguments: Any, **named: Any) -> None:
+        self._pipe.send((method, arguments, named))
+
+    def end(self) -> Any:
+        return self._hear("did", ANSWER_S)
+
+    def output(self, rid: str) -> Any:
+        return self.call("output", rid)
+
+    def close(self) -> None:
+        if self.process.is_alive():
+            with contextlib.suppress(AssertionError, EOFError, OSError, RuntimeError):
+                self.call("close")
+        self.process.join(20)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join(10)
+
+    def _hear(self, what: str, deadline_s: float) -> Any:
+        assert self._pipe.poll(deadline_s), f"the other replica did not say {what!r}"
+        said, value = self._pipe.recv()
+        if said == "failed":
+            raise RuntimeError(value)
+        assert said == what
+        return value
+
+
+def _host(
+    pipe: Connection,
+    model: str,
+    kind: type[EngineHarness],
+    first_gpu: int,
+    server_args: dict[str, Any],
+) -> None:
+    prepare_process(kind.device)
+    from ddtree_support import policy
+
+    kind.first_gpu = first_gpu
+    with policy("tree-15"):
+        try:
+            harness = kind(model, **server_args)
+            pipe.send(("ready", None))
+        except BaseException as error:
+            pipe.send(("failed", repr(error)))
+            raise
+        while True:
+            method, arguments, named = pipe.recv()
+            try:
+                if method == "output":
+                    value: Any = harness.outputs[arguments[0]]
+                else:
+                    value = getattr(harness, method)(*arguments, **named)
+                pipe.send(("did", value))
+            except BaseException as error:
+                pipe.send(("failed", repr(error)))
+            if method == "close":
+                return
+
+
+def connect(here: Any, there: OtherReplica, name: str, transfer_s: float = 20.0) -> None:
+    """The other replica gives, the one here takes."""
+    tickets = there.call("at_boundary", offer, name)
+    there.begin("at_boundary", open_peer, name, None, transfer_s)
+    here.at_boundary(open_peer, name, tickets, transfer_s)
+    there.end()

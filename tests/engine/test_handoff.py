@@ -1,0 +1,320 @@
+"""KV that moves between two real replicas: the next one finds it in its prefix cache and goes on
+with the same text. Whatever goes wrong on the way, it computes it again; the text is the same."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from ddtree_support import policy, random_prompts, server_args
+from handoff_support import (
+    PIECE_BYTES,
+    OtherReplica,
+    close_peer,
+    command,
+    connect,
+    fault,
+    offer,
+    open_peer,
+    threads,
+)
+
+from overstory.orchestrator.journal import JournalEntry
+from overstory.orchestrator.sampling import Sampling
+from overstory.workers.defrag.audit import audit
+
+if TYPE_CHECKING:
+    from harness import EngineHarness
+
+Engine = Callable[..., "EngineHarness"]
+LENGTH = 24
+NOTICED_S = 20.0
+PROMPTS = random_prompts([190, 37, 120], seed=8)
+SAMPLED = {"temperature": 1.1, "top_p": 0.95, "top_k": 200}
+_NAMES = (f"c{n}" for n in itertools.count())
+
+
+def entries(prompts: list[list[int]]) -> list[JournalEntry]:
+    """Sequences as the gateway keeps them: greedy ones and sampled ones in turn."""
+    name = next(_NAMES)
+    return [
+        JournalEntry(
+            f"{name}-{i}",
+            tuple(prompt),
+            Sampling(
+                **{"temperature": 0.0} | (SAMPLED if i % 2 else {}),
+                seed=40 + i,
+                max_new_tokens=LENGTH,
+                ignore_eos=True,
+            ),
+            0.0,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+class Move:
+    """Sequences begun on the other replica, which stops in the middle of them, and gone on with
+    here."""
+
+    def __init__(self, here: EngineHarness, there: OtherReplica, prompts: list[list[int]]) -> None:
+        self._here, self._there = here, there
+        self.entries = entries(prompts)
+        self.name = next(_NAMES)
+        rids = [entry.rid for entry in self.entries]
+        for entry in self.entries:
+            call = entry.call()
+            there.call("submit", call.input_ids, call.sampling.engine_params(), rid=entry.rid)
+        there.call("step", 4)
+        early = self.hold()
+        assert set(early["running"]) == set(rids), "what runs has no KV in the cache yet"
+        for rid in rids:
+            there.call("abort", rid)
+        there.call("step", 4)
+        for entry in self.entries:
+            ids = there.output(entry.rid).ids
+            assert 0 < len(ids) < LENGTH
+            entry.commit(ids)
+            entry.moves = 1
+        self.texts = [list(entry.call().input_ids) for entry in self.entries]
+
+    def hold(self) -> dict[str, Any]:
+        """On the other replica; its ranks must find the same."""
+        texts = [
+            {"rid": entry.rid, "tokens": list(entry.call().input_ids)} for entry in self.entries
+        ]
+        arguments = {"key": self.name, "texts": texts}
+        first, *others = self._there.call("at_boundary", command, "kv_hold", arguments)
+        assert all(other == first for other in others)
+        return first
+
+    def take(self, budget: int = 1 << 30) -> list[dict[str, Any]]:
+        """One boundary here. What the ranks report, but for the seconds, must be alike."""
+        arguments = {"key": self.name, "name": self.name, "texts": self._held, "budget": budget}
+        return self._here.at_boundary(command, "kv_take", arguments)
+
+    def hand_over(self, transfer_s: float = 20.0) -> list[dict[str, Any]]:
+        """All of it. Returns the last reports of the ranks here."""
+        lengths = self.hold()["lengths"]
+        assert lengths == [len(text) - 1 for text in self.texts], "the last token has no KV yet"
+        self._held = [text[:n] for text, n in zip(self.texts, lengths, strict=True)]
+        connect(self._here, self._there, self.name, transfer_s)
+        taken = self.take()
+        self._here.at_boundary(audit)
+        return taken
+
+    def end(self) -> None:
+        """The other replica lets go; nothing of the communicator stays."""
+        self._there.call("at_boundary", command, "kv_let_go", {"key": self.name})
+        self._there.call("at_boundary", close_peer, self.name)
+        self.end_here()
+        assert self._there.call("at_boundary", threads)[0] == []
+
+    def end_here(self) -> None:
+        self._here.at_boundary(close_peer, self.name)
+        assert self._here.at_boundary(threads)[0] == []
+
+    def resume(self) -> list[int]:
+        """Goes on here; checks the texts. Returns how many tokens each found in the cache."""
+        calls = [entry.call() for entry in self.entries]
+        with policy("tree-15"):
+            rids = [
+                self._here.submit(call.input_ids, call.sampling.engine_params(), rid=call.rid)
+                for call in calls
+            ]
+            self._here.run(rids)
+        whole = self._whole()
+        for entry, rid, wanted in zip(self.entries, rids, whole, strict=True):
+            assert entry.committed + self._here.outputs[rid].ids == wanted
+        self._here.assert_no_leak()
+        return [self._here.outputs[rid].cached_tokens for rid in rids]
+
+    def _whole(self) -> list[list[int]]:
+        """The texts as they are when nothing is cut or moved."""
+        rids = []
+        with policy("tree-15"):
+            for entry in self.entries:
+                params = entry.sampling.engine_params()
+                rids.append(self._here.submit(entry.prompt_ids, params, rid=f"{entry.rid}-whole"))
+            self._here.run(rids)
+        return [self._here.outputs[rid].ids for rid in rids]
+
+
+def kind_of(tp_size: int) -> type[EngineHarness]:
+    """The harness of so many ranks."""
+    from harness import EngineHarness
+    from tp2_harness import Tp2Harness
+
+    return Tp2Harness if tp_size == 2 else EngineHarness
+
+
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.full)])
+def tp_size(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def arguments(pair: tuple[str, str]) -> dict[str, Any]:
+    return server_args(pair[1], context_length=512, max_total_tokens=2048)
+
+
+@pytest.fixture(scope="module")
+def replica(
+    pair: tuple[str, str], tp_size: int, arguments: dict[str, Any]
+) -> Iterator[Callable[[], OtherReplica]]:
+    """The other replica; a new one where a test has ended the one before."""
+    held: list[OtherReplica] = []
+
+    def get() -> OtherReplica:
+        if not held or not held[-1].process.is_alive() or held[-1].spoilt:
+            if held:
+                held.pop().close()
+            held.append(OtherReplica(pair[0], kind_of(tp_size), **arguments))
+        return held[-1]
+
+    yield get
+    for one in held:
+        one.close()
+
+
+@pytest.fixture
+def here(
+    engine: Engine, engine_tp2: Engine, tp_size: int, arguments: dict[str, Any]
+) -> EngineHarness:
+    harness = (engine if tp_size == 1 else engine_tp2)(**arguments)
+    harness.flush_cache()
+    return harness
+
+
+Replica = Callable[[], OtherReplica]
+
+
+def test_what_moves_is_found_in_the_cache(here: EngineHarness, replica: Replica) -> None:
+    """Two that begin alike and one of its own, in boundaries of some rows each."""
+    there = replica()
+    prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[0][:100] + PROMPTS[2]]
+    move = Move(here, there, prompts)
+    lengths = move.hold()["lengths"]
+    move._held = [text[:n] for text, n in zip(move.texts, lengths, strict=True)]
+    connect(here, there, move.name)
+    rows, boundaries, row_bytes = 0, 0, move.hold()["row_bytes"]
+    while True:
+        reports = move.take(budget=70 * row_bytes)
+        for report in reports:
+            assert report["failed"] == ""
+            assert (report["cached"], report["bytes"]) == (
+                reports[0]["cached"],
+                reports[0]["bytes"],
+            )
+        here.at_boundary(audit)
+        rows += reports[0]["bytes"] // row_bytes
+        boundaries += 1
+        if reports[0]["done"]:
+            break
+    assert reports[0]["cached"] == lengths
+    assert rows == sum(lengths) - 100, "what both have in common goes over once"
+    assert boundaries == -(-rows // 70)
+    assert 70 * row_bytes > PIECE_BYTES, "a boundary takes several pieces"
+    move.end()
+    assert move.resume() == lengths
+    there.call("assert_no_leak")
+
+
+def test_what_is_there_already_is_not_taken(here: EngineHarness, replica: Replica) -> None:
+    there = replica()
+    here.generate([PROMPTS[0]], {"temperature": 0.0, "max_new_tokens": 1})
+    move = Move(here, there, [PROMPTS[0]])
+    (report, *_) = move.hand_over()
+    row_bytes = move.hold()["row_bytes"]
+    assert report["bytes"] <= (LENGTH + 1) * row_bytes
+    assert report["cached"] == [len(move.texts[0]) - 1]
+    move.end()
+    assert move.resume() == report["cached"]
+
+
+@pytest.mark.parametrize("kind", ["garbage", "let go"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_bad_rows_are_not_taken(
+    here: EngineHarness, replica: Replica, tp_size: int, kind: str, rank: int
+) -> None:
+    """Of one rank only, and no rank takes its own."""
+    if rank >= tp_size:
+        pytest.skip("there is no such rank")
+    there = replica()
+    move = Move(here, there, [PROMPTS[0]])
+    there.call("at_boundary", fault, kind, rank)
+    there.spoilt = True
+    reports = move.hand_over()
+    assert reports[rank]["failed"]
+    assert ("checksum" if kind == "garbage" else "let go") in reports[rank]["failed"]
+    assert all(report["failed"] and report["bytes"] == 0 for report in reports)
+    move.end_here()
+    assert move.resume() == [0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_giving_rank_that_is_killed_in_the_middle(
+    here: EngineHarness, replica: Replica, tp_size: int, rank: int
+) -> None:
+    if rank >= tp_size:
+        pytest.skip("there is no such rank")
+    there = replica()
+    move = Move(here, there, [PROMPTS[0], PROMPTS[1]])
+    there.call("at_boundary", fault, "killed", rank)
+    there.spoilt = True
+    begun = time.monotonic()
+    reports = move.hand_over(transfer_s=120.0)
+    assert time.monotonic() - begun < NOTICED_S
+    assert "ended or was cut off" in reports[rank]["failed"]
+    assert all(report["failed"] and report["done"] for report in reports)
+    move.end_here()
+    assert move.resume() == [0, 0]
+
+
+@pytest.mark.full
+def test_a_taking_replica_that_is_killed_in_the_middle(
+    here: EngineHarness, pair: tuple[str, str], tp_size: int, arguments: dict[str, Any]
+) -> None:
+    """The giving one, here this time, lets go and serves on."""
+    there = OtherReplica(pair[0], kind_of(tp_size), **arguments)
+    try:
+        name = next(_NAMES)
+        text = PROMPTS[0]
+        here.generate([text], {"temperature": 0.0, "max_new_tokens": 1})
+        held = {"key": name, "texts": [{"rid": "none", "tokens": text}]}
+        assert here.at_boundary(command, "kv_hold", held)[0]["lengths"] == [len(text)]
+        tickets = here.at_boundary(offer, name)
+        there.begin("at_boundary", open_peer, name, tickets, 120.0)
+        here.at_boundary(open_peer, name, None, 120.0)
+        there.end()
+        there.call("at_boundary", fault, "killed", 0)
+        taken = {"key": name, "name": name, "texts": [text], "budget": 1 << 30}
+        there.begin("at_boundary", command, "kv_take", taken)
+        there.process.join(NOTICED_S)
+        assert there.process.exitcode == -signal.SIGKILL
+        here.at_boundary(command, "kv_let_go", {"key": name})
+        here.at_boundary(close_peer, name)
+        assert here.at_boundary(threads)[0] == []
+    finally:
+        there.close()
+    here.at_boundary(audit)
+    assert here.generate([text], {"temperature": 0.0, "max_new_tokens": 4})
+    here.assert_no_leak()
+
+
+def test_a_full_pool_takes_nothing_and_harms_nobody(here: EngineHarness, replica: Replica) -> None:
+    there = replica()
+    move = Move(here, there, [PROMPTS[0]])
+    mine = random_prompts([440, 440, 440, 440], seed=3)
+    with policy("plain"):
+        rids = [here.submit(p, {"temperature": 0.0, "max_new_tokens": 40}) for p in mine]
+        here.step(8)
+        reports = move.hand_over()
+        assert all("no room for" in report["failed"] for report in reports)
+        here.run(rids)
+    move.end()
+    assert move.resume() == [0]

@@ -1,0 +1,231 @@
+"""The controller's part in handing KV over, before scripted replicas."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+import pytest
+
+from overstory.orchestrator import handoff
+from overstory.orchestrator.handoff import HandOffs, NotMoved, Text
+from overstory.orchestrator.journal import JournalEntry
+from overstory.orchestrator.lease import Command
+from overstory.orchestrator.sampling import Sampling
+
+ROW = 100
+
+
+class World:
+    """Two replicas of two ranks. `kv` is what the giver's cache has, by rid."""
+
+    def __init__(self) -> None:
+        self.replicas = {"old": 2, "new": 2}
+        self.kv = {"a": 90, "b": 40}
+        self.still_running = 0
+        self.log: list[str] = []
+        self.open: set[tuple[str, int]] = set()
+        self.held: dict[str, list[int]] = {}
+        self.taken: dict[int, int] = {}
+        self.fail: dict[str, str] = {}
+
+    def ranks_of(self, replica: str) -> int:
+        if replica not in self.replicas:
+            raise NotMoved(f"replica {replica} is not steered from here")
+        return self.replicas[replica]
+
+    async def ask(self, replica: str, rank: int, method: str, *arguments: Any) -> Any:
+        what, *rest = arguments
+        await asyncio.sleep(0)
+        if what in self.fail:
+            raise RuntimeError(self.fail[what])
+        if what == "kind":
+            return "tcp"
+        if what == "offer":
+            return f"{rest[0]}/{rank}".encode()
+        self.log.append(f"{what} {replica} {rank}")
+        if what == "open":
+            ticket = rest[2]
+            assert ticket == (None if replica == "old" else f"{rest[0]}/{rank}".encode())
+            self.open.add((replica, rank))
+        else:
+            self.open.discard((replica, rank))
+        return None
+
+    async def carry_out(self, replica: str, command: Command) -> Mapping[int, Any]:
+        await asyncio.sleep(0)
+        ranks = range(self.ranks_of(replica))
+        act = {"kv_hold": self._hold, "kv_take": self._take, "kv_let_go": self._let_go}
+        self.log.append(f"{command.name} {replica}")
+        return {rank: act[command.name](rank, command.arguments) for rank in ranks}
+
+    def _hold(self, rank: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        if "kv_hold" in self.fail:
+            return {"refused": self.fail["kv_hold"]}
+        if self.still_running:
+            self.still_running -= rank
+            return {"running": ["a"], "lengths": []}
+        lengths = [min(self.kv[t["rid"]], len(t["tokens"])) for t in arguments["texts"]]
+        self.held[arguments["key"]] = lengths
+        return {"running": [], "lengths": lengths, "row_bytes": ROW}
+
+    def _take(self, rank: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        assert len(self.open) == 4, "all ranks have met"
+        texts = arguments["texts"]
+        assert [len(text) for text in texts] == self.held[arguments["key"]]
+        reason = self.fail.get(f"kv_take {rank}", "")
+        if self.fail.get("kv_take 1"):
+            failed = reason or "another rank did not get its rows"
+            return {
+                "cached": [0] * len(texts),
+                "bytes": 0,
+                "seconds": 0.0,
+                "done": True,
+                "failed": failed,
+            }
+        left = 60
+        have = []
+        for number, text in enumerate(texts):
+            before = self.taken.get(number, 0)
+            count = min(left, len(text) - before)
+            left -= count
+            have.append(before + count)
+        if rank == 1:
+            self.taken = dict(enumerate(have))
+        done = have == [len(text) for text in texts]
+        moved = (60 - left) * ROW
+        return {"cached": have, "bytes": moved, "seconds": 0.1, "done": done, "failed": ""}
+
+    def _let_go(self, rank: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        if rank == 1:
+            self.held.pop(arguments["key"], None)
+        return {}
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No waiting."""
+    monkeypatch.setattr(handoff, "LINGER_S", 0.05)
+    monkeypatch.setattr(handoff, "HOLD_PAUSE_S", 0.0)
+
+
+def text(rid: str, length: int = 100) -> Text:
+    return Text(rid, tuple(range(length)))
+
+
+def run(world: World, act: Coroutine[Any, Any, Any], handoffs: HandOffs) -> Any:
+    """`act`, and then until the pair has parted."""
+
+    async def whole() -> Any:
+        try:
+            return await act
+        finally:
+            while handoffs._pairs:
+                await asyncio.sleep(0.01)
+
+    return asyncio.run(whole())
+
+
+async def together(handoffs: HandOffs, *rids: str) -> list[Any]:
+    moves = (handoffs.move("old", "new", text(rid)) for rid in rids)
+    return await asyncio.gather(*moves, return_exceptions=True)
+
+
+def test_sequences_that_leave_together_go_in_one_session() -> None:
+    world = World()
+    handoffs = HandOffs(world)
+    assert run(world, together(handoffs, "a", "b"), handoffs) == [90, 40]
+    assert world.log.count("kv_hold old") == 1
+    assert world.log.count("kv_take new") == 3, "60 rows at a boundary"
+    assert world.held == {}
+    assert world.open == set(), "the ranks have parted"
+    assert handoffs.figures.sequences == 2
+    assert handoffs.figures.bytes == 2 * 130 * ROW
+    assert handoffs.figures.seconds == pytest.approx(0.3)
+
+
+def test_the_ranks_meet_once_for_several_sessions() -> None:
+    world = World()
+    handoffs = HandOffs(world)
+
+    async def twice() -> list[int]:
+        first = await handoffs.move("old", "new", text("a"))
+        world.taken.clear()
+        return [first, await handoffs.move("old", "new", text("b"))]
+
+    assert run(world, twice(), handoffs) == [90, 40]
+    assert sum(line.startswith("open") for line in world.log) == 4
+    assert sum(line.startswith("close") for line in world.log) == 4
+
+
+def test_a_request_that_is_still_ending_is_waited_for() -> None:
+    world = World()
+    world.still_running = 5
+    handoffs = HandOffs(world)
+    assert run(world, together(handoffs, "a"), handoffs) == [90]
+    assert world.log.count("kv_hold old") == 6
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ({"kv_hold": "the prefix cache is off"}, "the prefix cache is off"),
+        ({"kv_take 1": "a wrong checksum"}, "a wrong checksum"),
+        ({"open": "rank 1 did not come"}, "the ranks did not meet: rank 1 did not come"),
+        ({"offer": "gone"}, "gone"),
+    ],
+)
+def test_what_goes_wrong_is_told_and_nothing_stays(fault: dict[str, str], reason: str) -> None:
+    world = World()
+    world.fail = fault
+    handoffs = HandOffs(world)
+    outcomes = run(world, together(handoffs, "a", "b"), handoffs)
+    assert [type(outcome) for outcome in outcomes] == [NotMoved, NotMoved]
+    assert reason in str(outcomes[0])
+    assert world.held == {}
+    assert world.open == set()
+    assert (handoffs.figures.fallbacks, handoffs.figures.sequences) == (2, 0)
+    assert reason in handoffs.status()["last_reason"]
+
+
+def test_a_replica_that_is_gone_or_of_another_size() -> None:
+    for change in ({"old": 0}, {"new": 3}):
+        world = World()
+        if change.get("old") == 0:
+            del world.replicas["old"]
+        else:
+            world.replicas |= change
+        handoffs = HandOffs(world)
+        (outcome,) = run(world, together(handoffs, "a"), handoffs)
+        assert isinstance(outcome, NotMoved)
+        assert ("not steered" if "old" in change else "not as many ranks") in str(outcome)
+        assert world.log == []
+
+
+def test_the_giver_that_goes_in_the_middle() -> None:
+    world = World()
+    handoffs = HandOffs(world)
+    take = world._take
+
+    def and_then_gone(rank: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        world.replicas.pop("old", None)
+        return take(rank, arguments) | {"done": True, "failed": "rank 0 ended", "cached": [0]}
+
+    world._take = and_then_gone  # type: ignore[method-assign]
+    (outcome,) = run(world, together(handoffs, "a"), handoffs)
+    assert "rank 0 ended" in str(outcome)
+    assert ("new", 0) not in world.open
+
+
+def test_the_journal_says_where_the_kv_is() -> None:
+    entry = JournalEntry("r", (1, 2), Sampling(seed=0, max_new_tokens=5), 0.0)
+    assert entry.call().kv_at is None
+    entry.left("old")
+    entry.moves = 1
+    assert entry.call().kv_at == ("old", "r")
+    entry.left("newer")
+    entry.moves = 2
+    assert entry.call().kv_at == ("newer", "r.1")
+    entry.left("")
+    assert entry.call().kv_at is None

@@ -1,0 +1,91 @@
+"""KV of texts in the prefix cache: found and held at the giving rank, put in at the taking one.
+
+A request that moves is a text whose KV the next replica will look for in its prefix cache. So KV is
+handed over as cached text, and resuming needs nothing new: what is not there is computed again.
+
+All of it runs at a boundary, in the loop's thread: the cache is the loop's.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from overstory.workers.defrag.holders import requests, unsupported
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+
+
+@dataclass(frozen=True)
+class Held:
+    """A cached text that cannot be evicted until `let_go`.
+
+    Attributes:
+        slots: int64 [n], of its first n tokens.
+        node: the cache's, locked.
+    """
+
+    slots: torch.Tensor
+    node: Any
+
+
+def cannot(scheduler: Scheduler) -> str:
+    """Why this engine's KV cannot be handed over; empty if it can."""
+    if reason := unsupported(scheduler):
+        return reason
+    if getattr(scheduler.tree_cache, "disable", True):
+        return "the prefix cache is off (disable_radix_cache)"
+    if getattr(scheduler.tree_cache, "is_eagle", False):
+        return "the prefix cache counts pairs of tokens (EAGLE)"
+    return ""
+
+
+def still_running(scheduler: Scheduler, rid: str) -> bool:
+    """Whether a request's KV has not come into the cache yet. It does when the request ends."""
+    return any(request.rid == rid for request in requests(scheduler))
+
+
+def hold(scheduler: Scheduler, tokens: Sequence[int]) -> Held:
+    """The longest cached beginning of `tokens`, held."""
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    cache = scheduler.tree_cache
+    found = cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens))))
+    cache.inc_lock_ref(found.last_device_node)
+    return Held(found.device_indices, found.last_device_node)
+
+
+def let_go(scheduler: Scheduler, held: Held) -> None:
+    """May be evicted again."""
+    scheduler.tree_cache.dec_lock_ref(held.node)
+
+
+def take_slots(scheduler: Scheduler, count: int) -> torch.Tensor | None:
+    """Free slots int64 [count], making room in the cache; None where there is not so much."""
+    from sglang.srt.mem_cache.common import evict_from_tree_cache
+
+    evict_from_tree_cache(scheduler.tree_cache, count)
+    slots: torch.Tensor | None = scheduler.token_to_kv_pool_allocator.alloc(count)
+    return slots
+
+
+def give_back(scheduler: Scheduler, slots: torch.Tensor) -> None:
+    """Slots of `take_slots` that came to nothing."""
+    scheduler.token_to_kv_pool_allocator.free(slots)
+
+
+def put_in(scheduler: Scheduler, tokens: Sequence[int], held: Held, slots: torch.Tensor) -> None:
+    """The cache owns `slots` from now on, as the KV of the tokens after those `held`."""
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    whole = torch.cat((held.slots, slots))
+    key = RadixKey(array("q", tokens[: len(whole)]))
+    result = scheduler.tree_cache.insert(InsertParams(key=key, value=whole))
+    assert result.prefix_len == len(held.slots), "the cache changed between match and insert"

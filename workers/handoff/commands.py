@@ -1,0 +1,214 @@
+"""Boundary commands of the hand-off of KV: `kv_hold`, `kv_take` and `kv_let_go`.
+
+```
+giving replica  kv_hold    texts found in the prefix cache and held; a thread sends what is asked
+taking replica  kv_take    slots taken, rows received, all ranks agree, rows become cached text
+                ...        again until it has all; so many bytes each time: its ranks wait
+giving replica  kv_let_go
+```
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from overstory.workers.collectives import CollectiveError
+from overstory.workers.handoff import cached
+from overstory.workers.handoff.peers import Peers
+from overstory.workers.handoff.pieces import Carried, Piece
+from overstory.workers.handoff.rows import RowTable
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+
+    from overstory.workers.commands import CommandContext, CommandTable
+
+
+class KvHandoff:
+    """The commands of one rank.
+
+    Attributes:
+        peers: its communicators, which ask `give` for rows; set before the first command.
+        identity: see `identity_of`; rows go only to ranks with the same.
+    """
+
+    def __init__(self) -> None:
+        self.peers: Peers | None = None
+        self.identity = ""
+        self._lock = threading.Lock()
+        self._held: dict[str, list[cached.Held]] = {}
+        self._table: RowTable | None = None
+
+    def register(self, table: CommandTable) -> None:
+        """Adds the commands."""
+        table.register("kv_hold", self.hold)
+        table.register("kv_take", self.take)
+        table.register("kv_let_go", self.let_go)
+
+    def holding(self) -> int:
+        """Hand-offs that this rank gives to at present. From any thread."""
+        with self._lock:
+            return len(self._held)
+
+    # ------------------------------------------------------------------ giving
+
+    def hold(self, context: CommandContext, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Finds and holds the KV of `texts` (each `rid`, `tokens`) under `key`.
+
+        Returns:
+            `lengths`, tokens found of each; `running`, rids whose KV is not in the cache yet: then
+            nothing is held, and it may be asked again; or `refused`.
+        """
+        scheduler = context.scheduler.raw
+        if reason := cached.cannot(scheduler):
+            return {"refused": reason}
+        texts = arguments["texts"]
+        running = [t["rid"] for t in texts if cached.still_running(scheduler, t["rid"])]
+        if running:
+            return {"running": running, "lengths": []}
+        self.let_go(context, arguments)  # of an order before, whose answer did not arrive
+        table = self._rows(scheduler)
+        held = [cached.hold(scheduler, text["tokens"]) for text in texts]
+        with self._lock:
+            self._held[arguments["key"]] = held
+        return {
+            "lengths": [len(one.slots) for one in held],
+            "running": [],
+            "row_bytes": table.row_bytes,
+        }
+
+    def let_go(self, context: CommandContext, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Ends what `hold` began under `key`. Returns how many texts were held."""
+        with self._lock:
+            held = self._held.pop(arguments["key"], [])
+        for one in held:
+            cached.let_go(context.scheduler.raw, one)
+        return {"texts": len(held)}
+
+    def give(self, order: Any, piece_bytes: int) -> tuple[Iterable[Piece], Callable[[], bool]]:
+        """Rows `start` to `end` of text `text` held under `key`. From a giver's thread.
+
+        Raises:
+            ValueError: no such rows are held here, or the taking rank's rows are others.
+        """
+        with self._lock:
+            held = self._held.get(order["key"])
+        table = self._table
+        if held is None or table is None:
+            raise ValueError(f"nothing is held under {order['key']!r}")
+        if order["identity"] != self.identity or order["rows"] != table.described():
+            raise ValueError("the two replicas do not have the same weights or KV layout")
+        slots = held[order["text"]].slots
+        start, end = order["start"], order["end"]
+        if not 0 <= start < end <= len(slots):
+            raise ValueError(f"rows {start} to {end} of {len(slots)} that are held")
+        return table.gather(slots[start:end], piece_bytes), lambda: self._holds(order["key"], held)
+
+    def _holds(self, key: str, held: list[cached.Held]) -> bool:
+        with self._lock:
+            return self._held.get(key) is held
+
+    # ------------------------------------------------------------------ taking
+
+    def take(self, context: CommandContext, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Takes up to `budget` bytes of the KV of `texts` (lists of tokens, as long as the giver
+        holds them, held under `key`) over the communicator `name`.
+
+        All ranks take alike or none does: what one could not get, all give back.
+
+        Returns:
+            `cached`, tokens of each text in this replica's cache now; `bytes`, `seconds`; `done`,
+            whether nothing is left to take; `failed`, with the reason, if it ended early.
+        """
+        scheduler = context.scheduler.raw
+        texts: Sequence[Sequence[int]] = arguments["texts"]
+        if reason := cached.cannot(scheduler):
+            return {"failed": reason, "cached": [], "bytes": 0, "seconds": 0.0, "done": True}
+        table = self._rows(scheduler)
+        left = max(1, int(arguments["budget"]) // table.row_bytes)
+        carried, lengths, failed, done = Carried(0, 0.0), [], "", True
+        with torch.inference_mode():
+            for number, tokens in enumerate(texts):
+                held = cached.hold(scheduler, tokens)
+                try:
+                    start = len(held.slots)
+                    count = min(left, len(tokens) - start)
+                    if count > 0 and not failed:
+                        what = {"key": arguments["key"], "text": number}
+                        part, failed = self._take_rows(
+                            scheduler, arguments["name"], what, tokens, held, count
+                        )
+                        carried += part
+                        left -= count
+                        start += 0 if failed else count
+                    done = done and start == len(tokens)
+                    lengths.append(start)
+                finally:
+                    cached.let_go(scheduler, held)
+        return {
+            "cached": lengths,
+            "bytes": carried.bytes,
+            "seconds": carried.seconds,
+            "done": done or bool(failed),
+            "failed": failed,
+        }
+
+    def _take_rows(
+        self,
+        scheduler: Scheduler,
+        name: str,
+        what: Mapping[str, Any],
+        tokens: Sequence[int],
+        held: cached.Held,
+        count: int,
+    ) -> tuple[Carried, str]:
+        """Rows of the `count` tokens after those held; the reason if they did not come."""
+        start = len(held.slots)
+        slots = cached.take_slots(scheduler, count)
+        if slots is None:  # The same on all ranks: none has asked for anything.
+            return Carried(0, 0.0), f"no room for {count} rows"
+        begun = time.perf_counter()
+        reason = ""
+        try:
+            assert self.peers is not None, "commands run after the rank has started"
+            taker = self.peers.taker(name)
+            table = self._rows(scheduler)
+            order = {
+                "what": "kv",
+                **what,
+                "start": start,
+                "end": start + count,
+                "rows": table.described(),
+                "identity": self.identity,
+            }
+            taker.take(order, table.scatter(slots, taker.piece_bytes))
+        except CollectiveError as error:
+            reason = str(error)
+        if not agreed(scheduler, not reason):
+            cached.give_back(scheduler, slots)
+            return Carried(0, 0.0), reason or "another rank did not get its rows"
+        cached.put_in(scheduler, tokens, held, slots)
+        table = self._rows(scheduler)
+        return Carried(count * table.row_bytes, time.perf_counter() - begun), ""
+
+    def _rows(self, scheduler: Scheduler) -> RowTable:
+        if self._table is None:
+            from overstory.workers.defrag.relocate import pool_buffers
+
+            self._table = RowTable(pool_buffers(scheduler))
+        return self._table
+
+
+def agreed(scheduler: Scheduler, mine: bool) -> bool:
+    """Whether all ranks of the replica say yes. Every rank asks at the same boundary."""
+    group = scheduler.tp_group
+    if group.world_size == 1:
+        return mine
+    vote = torch.tensor([int(mine)])
+    torch.distributed.all_reduce(vote, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return bool(vote.item())
