@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import (
-    VALUES,
     WIDTH,
     Case,
     DecodeCase,
@@ -27,59 +26,21 @@ from attention_cases import (
     random_tree,
     star,
 )
+from attention_hazards import Outputs, check, verify
 
 from overstory.kernels import ops
 
 LENGTHS = (0, 1, 15, 16, 17, 31, 33, 255, 256, 1024, 8192)
 ROWS = (1, 2, 8, 9, 16, 17, 33, 63, 64)
-Outputs = tuple[torch.Tensor, torch.Tensor]
 
 gpu_case = functools.partial(Case, device="cuda")
 gpu_decode = functools.partial(DecodeCase, device="cuda")
-
-
-def verify(case: Case, mask: str = "bytes", dense: bool = False, **options: Any) -> Outputs:
-    """Output and log-sum-exp of all tokens; both begin as NaN."""
-    out = torch.full((case.tokens, case.heads, VALUES), torch.nan, device="cuda").bfloat16()
-    lse = torch.full((case.tokens, case.heads), torch.nan, device="cuda")
-    if mask == "bytes":
-        options["custom_mask"], options["mask_indptr"] = case.mask_bytes()
-    elif mask == "words":
-        options["mask_words"] = case.mask_words()
-    if dense:
-        options["tail"] = case.tail_keys()
-    options.setdefault("max_q", case.max_q)
-    ops.verify_attention(
-        case.q,
-        case.kv,
-        case.qo_indptr,
-        case.kv_indptr,
-        case.kv_indices,
-        case.out_cache_loc,
-        scale=case.scale,
-        causal=mask == "causal",
-        lse=lse,
-        out=out,
-        **options,
-    )
-    return out, lse
 
 
 def decode(case: DecodeCase, **options: Any) -> Outputs:
     lse = torch.full(case.q.shape[:2], torch.nan, device="cuda")
     arguments = (case.q, case.kv, case.kv_indptr, case.kv_indices)
     return ops.decode_attention(*arguments, scale=case.scale, lse=lse, **options), lse
-
-
-def check(got: Outputs, expected: Outputs) -> None:
-    """Only roundings to bf16, of the weights and of the result, may differ."""
-    out, lse = (part.double() for part in got)
-    want, want_lse = expected
-    n = want.shape[0]
-    torch.testing.assert_close(out[:n], want, rtol=1e-2, atol=4e-3, equal_nan=True)
-    torch.testing.assert_close(lse[:n], want_lse, rtol=1e-5, atol=4e-3, equal_nan=True)
-    assert bool((out[n:] == 0).all())
-    assert bool((lse[n:] == -torch.inf).all())
 
 
 @pytest.mark.parametrize("q", ROWS)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from overstory.kernels.reference import decode_attention, verify_attention
+from overstory.kernels.reference import decode_attention, quantize_kv, verify_attention
 
 WIDTH, VALUES = 576, 512
 Tail = Callable[[int, torch.Generator], torch.Tensor]
@@ -57,7 +57,9 @@ class Case:
     """Requests of (prefix, rows) in one pool, slots shuffled; slots that nobody owns hold NaN.
 
     q [tokens, heads, 576] and kv [slots, 576] bf16 on `device`; the last `unowned` tokens belong to
-    no request. `tails`: the mask of each request.
+    no request. `tails`: the mask of each request. `page_size` over 1: a request has whole pages,
+    its rows follow its prefix in them, and slots are named one by one all the same. `kv_scale`: the
+    cache is e4m3 with that scale.
     """
 
     requests: Sequence[tuple[int, int]]
@@ -68,13 +70,15 @@ class Case:
     scale: float = 0.06
     device: str = "cpu"
     index_dtype: torch.dtype = torch.int64
+    page_size: int = 1
+    kv_scale: float | None = None
     tails: list[torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
         prefixes, counts = zip(*self.requests, strict=True)
         self.tokens, total = sum(counts) + self.unowned, sum(prefixes)
-        slots = torch.randperm(self.tokens + total + 5, generator=generator)
+        slots = self._draw_slots(generator)
         device = self.device
         draw = torch.Generator(device).manual_seed(self.seed)
 
@@ -88,7 +92,26 @@ class Case:
         self.kv_indices = slots[:total].to(device, self.index_dtype)
         self.out_cache_loc = slots[total : total + self.tokens].to(device, self.index_dtype)
         self.kv[slots[total + sum(counts) :].to(device)] = torch.nan
+        if self.kv_scale is not None:
+            self.kv = quantize_kv(self.kv.float(), self.kv_scale)
         self.tails = [self.tail(n, generator).to(device) for n in counts]
+
+    def _draw_slots(self, generator: torch.Generator) -> torch.Tensor:
+        """All slots of the pool: of the prefixes, of the rows, of nobody."""
+        if self.page_size == 1:
+            keys = sum(prefix + n for prefix, n in self.requests) + self.unowned
+            return torch.randperm(keys + 5, generator=generator)
+        size = self.page_size
+        counts = [-(-(prefix + n) // size) for prefix, n in self.requests]
+        counts.append(-(-self.unowned // size) + 1)  # of nobody
+        pages = torch.randperm(sum(counts), generator=generator).split(counts)
+        slots = [(own[:, None] * size + torch.arange(size)).flatten() for own in pages]
+        parts = [
+            own.tensor_split([prefix, prefix + n])
+            for own, (prefix, n) in zip(slots, self.requests, strict=False)
+        ]
+        prefixes, rows, rest = zip(*parts, strict=True)
+        return torch.cat([*prefixes, *rows, slots[-1], *rest])
 
     @property
     def owned(self) -> int:
@@ -143,13 +166,14 @@ class Case:
             scale=self.scale,
             v_head_dim=VALUES,
             lse=lse,
+            kv_scale=self.kv_scale or 1.0,
         )
         return out, lse
 
 
 @dataclass
 class DecodeCase:
-    """Requests of `lengths` slots, one row each; slots may be named twice."""
+    """Requests of `lengths` slots, one row each; slots may be named twice. `kv_scale`: as above."""
 
     lengths: Sequence[int]
     heads: int = 8
@@ -157,6 +181,7 @@ class DecodeCase:
     scale: float = 0.06
     device: str = "cpu"
     index_dtype: torch.dtype = torch.int64
+    kv_scale: float | None = None
 
     def __post_init__(self) -> None:
         draw = torch.Generator(self.device).manual_seed(self.seed)
@@ -166,6 +191,8 @@ class DecodeCase:
         shape = (len(self.lengths), self.heads, WIDTH)
         self.q = torch.randn(shape, generator=draw, device=device).bfloat16()
         self.kv[0] = torch.nan  # slot 0 is where padding goes
+        if self.kv_scale is not None:
+            self.kv = quantize_kv(self.kv.float(), self.kv_scale)
         self.kv_indices = torch.randint(1, slots, (total,), generator=draw, device=device).to(
             self.index_dtype
         )
@@ -182,5 +209,6 @@ class DecodeCase:
             scale=self.scale,
             v_head_dim=VALUES,
             lse=lse,
+            kv_scale=self.kv_scale or 1.0,
         )
         return out, lse
