@@ -1,0 +1,442 @@
+"""Communicators and transfers between two GPUs of one host: right, fast, and over when a peer dies.
+
+    two_gpu_comm.py OUT SECONDS
+
+Needs torch and CuPy, neither SGLang nor Ray. Writes OUT/comm.json after each part and says on
+stdout what it found. Two processes a part, each with one GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+GIB = 1 << 30
+LAYERS, ROW = 61, 576
+"""KV of Kimi-K2 and its kin: a row of 576 bf16 in each of 61 layers, 70 KB a token."""
+
+_SPAWN = multiprocessing.get_context("spawn")
+Act = Callable[..., Any]
+
+
+def device_of(index: int) -> Any:
+    import torch
+
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def joined(seat: tuple[str, int], way: Any, index: int, **limits: float) -> Any:
+    from overstory.workers.collectives import Seat, connect
+
+    return connect("nccl", Seat(seat[0], seat[1], 2), way, device_of(index), **limits)
+
+
+# ------------------------------------------------------------------ parts, run on each rank
+
+
+def exchange(comm: Any) -> dict[str, Any]:
+    """Every operation carries what it was given."""
+    import torch
+
+    mine = torch.full((1000,), float(comm.rank + 1), dtype=torch.bfloat16, device=comm.device)
+    other = torch.empty_like(mine)
+    peer = 1 - comm.rank
+    if comm.rank == 0:
+        comm.send(mine, peer)
+        comm.receive(other, peer)
+    else:
+        comm.receive(other, peer)
+        comm.send(mine, peer)
+    shared = mine.clone()
+    comm.broadcast(shared, 0)
+    parts = comm.all_gather(mine)
+    comm.wait()
+    return {
+        "other": float(other.mean()) == peer + 1,
+        "shared": float(shared.mean()) == 1.0,
+        "parts": [float(part.mean()) for part in parts] == [1.0, 2.0],
+    }
+
+
+def plain_copy(comm: Any) -> dict[str, float]:
+    """GB/s of one large NCCL send after another: what the link gives."""
+    import torch
+
+    piece = torch.empty(GIB, dtype=torch.uint8, device=comm.device)
+    rates = []
+    for _ in range(6):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for _ in range(8):
+            (comm.send if comm.rank == 0 else comm.receive)(piece, 1 - comm.rank)
+        comm.wait()
+        rates.append(8 * GIB / (time.perf_counter() - begun) / 1e9)
+    return {"gb_s": sorted(rates)[len(rates) // 2], "best_gb_s": max(rates)}
+
+
+def carry(comm: Any, send: Callable[[int], Any], receive: Callable[[int], Any]) -> dict[str, Any]:
+    """GB/s through a conveyor, by the size of its pieces."""
+    import torch
+
+    from overstory.workers.handoff.pieces import Conveyor
+
+    rates = {}
+    for mib in (16, 32, 64, 128):
+        conveyor = Conveyor(comm, mib << 20)
+        seen = []
+        for _ in range(4):
+            torch.cuda.synchronize()
+            if comm.rank == 0:
+                done = conveyor.send(send(conveyor.piece_bytes), 1)
+            else:
+                done = conveyor.receive(receive(conveyor.piece_bytes), 0)
+            seen.append(done.bytes / done.seconds / 1e9)
+        rates[f"{mib} MiB"] = sorted(seen)[len(seen) // 2]
+    return {"bytes": done.bytes, "gb_s": rates}
+
+
+def kv_rows(comm: Any) -> dict[str, Any]:
+    """KV of 100k tokens, in scattered slots and in one run, and whether it is what was sent."""
+    import torch
+
+    from overstory.workers.handoff.rows import RowTable
+
+    slots, count = 130_000, 100_000
+    draw = torch.Generator(device=comm.device).manual_seed(5)
+    buffers = [
+        torch.zeros(slots, 1, ROW, dtype=torch.bfloat16, device=comm.device) for _ in range(LAYERS)
+    ]
+    for number, buffer in enumerate(buffers):
+        if comm.rank == 0:
+            buffer.view(torch.int16).random_(generator=draw)
+            buffer.view(torch.int16)[0, 0, 0] = number
+    table = RowTable(buffers)
+    result: dict[str, Any] = {"row_bytes": table.row_bytes}
+    order = torch.randperm(slots, generator=torch.Generator().manual_seed(6))[:count]
+    for name, given in (("scattered", order), ("one run", torch.arange(count))):
+        mine = given.to(comm.device)
+        result[name] = carry(
+            comm,
+            lambda size, at=mine: table.gather(at, size),
+            lambda size, at=mine: table.scatter(at, size),
+        )
+        result[name]["digest"] = [
+            int(buffer.view(torch.int16).view(slots, ROW)[mine].long().sum()) for buffer in buffers
+        ]
+    return result
+
+
+def weights(comm: Any) -> dict[str, Any]:
+    """12 GiB of weights in large and small tensors."""
+    import torch
+
+    from overstory.workers.handoff.weights import WeightTable
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = torch.nn.Parameter(
+                torch.empty(384 << 20, dtype=torch.uint8, device=comm.device), requires_grad=False
+            )
+            self.small = torch.nn.ParameterList(
+                torch.nn.Parameter(torch.empty(7168 + n, device=comm.device)) for n in range(20)
+            )
+            self.absorbed = torch.empty(64, 512, 128, device=comm.device).transpose(1, 2)
+
+    model = torch.nn.ModuleList(Layer() for _ in range(32))
+    table = WeightTable(model)
+    if comm.rank == 0:
+        for memory in table._memory:
+            memory.random_()
+    result = carry(comm, table.gather, table.scatter)
+    result["digest"] = sum(int(memory.long().sum()) for memory in table._memory[:40])
+    result["layout"] = table.layout
+    return result
+
+
+def small_words(comm: Any) -> dict[str, float]:
+    """Digest comparison: 16 bytes from every rank, as often as it can be had."""
+    import torch
+
+    digest = torch.zeros(2, dtype=torch.int64, device=comm.device)
+    for _ in range(20):
+        comm.all_gather(digest)
+    comm.wait()
+    begun = time.perf_counter()
+    for _ in range(200):
+        comm.all_gather(digest)
+        comm.wait()
+    return {"all_gather_us": (time.perf_counter() - begun) / 200 * 1e6}
+
+
+def die(comm: Any) -> dict[str, Any]:
+    """Rank 1 is killed while rank 0 sends to it: how soon that shows, and what still works."""
+    import torch
+
+    from overstory.workers.collectives import PeerLost
+
+    piece = torch.empty(GIB, dtype=torch.uint8, device=comm.device)
+    if comm.rank == 1:
+        for _ in range(4):
+            comm.receive(piece, 0)
+        comm.wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun = time.perf_counter()
+    try:
+        for _ in range(2000):
+            comm.send(piece, 1)
+            comm.wait(60.0)
+        caught = "nothing"
+    except PeerLost as lost:
+        caught = str(lost)
+    seconds = time.perf_counter() - begun
+    comm.close()
+    square = torch.ones(512, 512, device=comm.device)
+    return {
+        "caught": caught,
+        "seconds": seconds,
+        "gpu_works": float((square @ square)[0, 0]) == 512,
+    }
+
+
+def stop(comm: Any) -> dict[str, Any]:
+    """Rank 1 never receives: a send must end at its limit."""
+    import torch
+
+    from overstory.workers.collectives import TransferTimeout
+
+    if comm.rank == 1:
+        word = comm.hear(60.0)
+        return {"heard": word[1]}
+    piece = torch.empty(GIB, dtype=torch.uint8, device=comm.device)
+    begun = time.perf_counter()
+    try:
+        comm.send(piece, 1)
+        comm.wait(3.0)
+        caught = "nothing"
+    except TransferTimeout as late:
+        caught = str(late)
+    seconds = time.perf_counter() - begun
+    comm.tell("enough", 1)
+    torch.cuda.synchronize()
+    return {"caught": caught, "seconds": seconds}
+
+
+def healthy(comm: Any) -> dict[str, Any]:
+    """All that needs no fault, over one communicator."""
+    return {
+        act.__name__: act(comm) for act in (exchange, plain_copy, kv_rows, weights, small_words)
+    }
+
+
+PARTS: dict[str, Act] = {act.__name__: act for act in (healthy, exchange, die, stop)}
+
+
+# ------------------------------------------------------------------ processes
+
+
+def rank_main(
+    pipe: Any, name: str, rank: int, ticket: bytes | None, index: int, visible: str | None
+) -> None:
+    """One rank: everything that may fail is said by pipe."""
+    if visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    try:
+        from overstory.workers.collectives import Door
+
+        door: Any = Door() if ticket is None else ticket
+        if ticket is None:
+            pipe.send(("ticket", door.ticket))
+        begun = time.perf_counter()
+        comm = joined((name, rank), door, index)
+        up_s = time.perf_counter() - begun
+        result = PARTS[name.partition("@")[0]](comm)
+        comm.close()
+        pipe.send(("done", {**result, "up_s": up_s}))
+    except BaseException:
+        pipe.send(("failed", traceback.format_exc()[-3000:]))
+
+
+def run_pair(
+    name: str, limit_s: float, indices: tuple[int, int] = (0, 1), visible: Any = (None, None)
+) -> list[Any]:
+    """Both ranks of a part; what each said."""
+    pipes, processes, answers = [], [], []
+    ticket = None
+    try:
+        for rank in (0, 1):
+            ours, theirs = _SPAWN.Pipe()
+            process = _SPAWN.Process(
+                target=rank_main, args=(theirs, name, rank, ticket, indices[rank], visible[rank])
+            )
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+            if rank == 0:
+                assert ours.poll(limit_s), "rank 0 said nothing"
+                said, ticket = ours.recv()
+                if said == "failed":
+                    return [ticket]
+        deadline = time.monotonic() + limit_s
+        for ours, process in zip(pipes, processes, strict=True):
+            if not ours.poll(max(0.0, deadline - time.monotonic())):
+                answers.append("too late")
+                continue
+            try:
+                answers.append(ours.recv()[1])
+            except EOFError:
+                process.join(5)
+                answers.append(f"ended with {process.exitcode}")
+        return answers
+    finally:
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+# ------------------------------------------------------------------ parts of one process
+
+
+def surroundings() -> dict[str, Any]:
+    """Which libraries there are."""
+    import torch
+
+    from overstory.workers.collectives.nccl import load_nccl, loaded_libraries
+
+    library = load_nccl()
+    return {
+        "gpus": torch.cuda.device_count(),
+        "peer_access": torch.cuda.can_device_access_peer(0, 1),
+        "torch_nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "cupy_nccl": library.get_version(),
+        "loaded": loaded_libraries("libnccl.so"),
+        "nvls": os.environ.get("NCCL_NVLS_ENABLE"),
+    }
+
+
+def alone() -> dict[str, Any]:
+    """A communicator of one rank, many times over: what stays."""
+    import torch
+
+    from overstory.workers.collectives import Door, Seat, connect
+
+    device = device_of(0)
+
+    def once(number: int) -> bool:
+        comm = connect("nccl", Seat(f"alone-{number}", 0, 1), Door(), device)
+        given = torch.arange(8.0, device=device)
+        (part,) = comm.all_gather(given)
+        comm.broadcast(given, 0)
+        comm.wait()
+        right = torch.equal(part, given)
+        comm.close()
+        return right
+
+    def held() -> dict[str, int]:
+        torch.cuda.synchronize()
+        return {
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "threads": len(os.listdir("/proc/self/task")),
+            "gpu_bytes": torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0],
+        }
+
+    right = [once(0), once(1)]
+    before = held()
+    begun = time.perf_counter()
+    right += [once(number) for number in range(2, 10)]
+    return {
+        "right": all(right),
+        "seconds_each": (time.perf_counter() - begun) / 8,
+        "before": before,
+        "after": held(),
+    }
+
+
+def missing() -> dict[str, Any]:
+    """Nobody comes: who is named, and when."""
+    from overstory.workers.collectives import Door, RankMissing
+
+    begun = time.perf_counter()
+    try:
+        joined(("missing", 0), Door(), 0, init_s=1.0)
+    except RankMissing as error:
+        return {"ranks": list(error.ranks), "seconds": time.perf_counter() - begun}
+    return {"ranks": None}
+
+
+def main() -> None:
+    out, seconds = Path(sys.argv[1]), float(sys.argv[2])
+    deadline = time.monotonic() + seconds
+    results: dict[str, Any] = {}
+
+    def attempt(name: str, act: Act) -> None:
+        left = deadline - time.monotonic()
+        if left < 5:
+            results[name] = "no time left"
+        else:
+            begun = time.monotonic()
+            try:
+                results[name] = act(min(left, 40.0))
+            except BaseException:
+                results[name] = {"failed": traceback.format_exc()[-3000:]}
+            print(
+                f"{name} ({time.monotonic() - begun:.1f} s): {json.dumps(results[name])[:1500]}",
+                flush=True,
+            )
+        (out / "comm.json").write_text(json.dumps(results, indent=1))
+
+    attempt("surroundings", lambda _: surroundings())
+    attempt("alone", lambda _: alone())
+    attempt("missing", lambda _: missing())
+    attempt("healthy", lambda left: run_pair("healthy", max(left, 60.0)))
+    attempt("die", lambda left: run_pair("die", left))
+    # One process sees the second GPU alone, the other the first; then both in the other order; and
+    # two ranks on one GPU, which NCCL refuses.
+    side_by_side = {
+        "stop": lambda left: run_pair("stop", left),
+        "hidden": lambda left: run_pair("exchange@hidden", left, (0, 0), ("1", "0")),
+        "swapped": lambda left: run_pair("exchange@swapped", left, (0, 1), ("1,0", "1,0")),
+        "same_gpu": lambda left: run_pair("exchange@same", left, (0, 0)),
+    }
+    with ThreadPoolExecutor(len(side_by_side)) as pool:
+        list(pool.map(attempt, side_by_side, side_by_side.values()))
+    summarize(results)
+
+
+def summarize(results: dict[str, Any]) -> None:
+    """What counts."""
+    ranks = results["healthy"]
+    plain = ranks[1]["plain_copy"]["gb_s"]
+    print(f"plain NCCL copy: {plain:.1f} GB/s")
+    for part, names in (("kv_rows", ("scattered", "one run")), ("weights", (None,))):
+        for name in names:
+            sent, came = (rank[part] for rank in ranks)
+            if name:
+                sent, came = sent[name], came[name]
+            assert sent["digest"] == came["digest"], (
+                f"{part} {name}: what came is not what was sent"
+            )
+            for size, rate in came["gb_s"].items():
+                print(
+                    f"{part} {name or ''} by {size}: {rate:.1f} GB/s, {rate / plain:.2f} of plain"
+                )
+    print("killed peer:", results["die"][0])
+    print("stopped peer:", results["stop"][0])
+
+
+if __name__ == "__main__":
+    main()
