@@ -210,6 +210,7 @@ def main() -> None:
     compare_texts(every, "greedy", "stock")
     compare_texts(every, "greedy", "fp32_stock")
     compare_graphs(every)
+    compare_texts(every, "greedy_spine", "none")
     compare_logprobs(every, "stock", "")
     compare_logprobs(every, "fp32_stock", "fp32")
     kernel_logits(every)

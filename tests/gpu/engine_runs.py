@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 NEW = 96
-POLICIES = ("plain", "chain", "tree-15", "tree-31", "spine-15")
+POLICIES = ("plain", "chain", "tree-15", "tree-31")
 TIMED_LONG = ("plain", "chain", "tree-15", "tree-31")
 LONG_CONTEXT = 32768
 GREEDY = {"temperature": 0.0, "max_new_tokens": NEW, "ignore_eos": True}
@@ -223,9 +223,9 @@ def policies_of(engine: Any) -> tuple[str | None, ...]:
     return POLICIES if engine.scheduler.server_args.speculative_algorithm == "DDTREE" else (None,)
 
 
-def say_greedy(engine: Any) -> dict[str, list[list[int]]]:
+def say_greedy(engine: Any, policies: Sequence[str | None] = ()) -> dict[str, list[list[int]]]:
     said = {}
-    for policy in policies_of(engine):
+    for policy in policies or policies_of(engine):
         with under(policy):
             engine.flush_cache()
             rids = engine.texts(prompts(8), GREEDY)
@@ -676,8 +676,6 @@ def say(engine: Any, role: str, report: Report) -> None:
     if role == "ours":
         report.attempt("sampled", lambda: say_sampled(engine))
         report.attempt("ruled", lambda: say_ruled(engine))
-        report.attempt("greedy_without_graphs", lambda: say_without_graphs(engine))
-        report.attempt("kernel_logits", lambda: say_kernel_logits(engine))
         report.attempt("steps", lambda: say_steps(engine))
 
 
@@ -693,7 +691,7 @@ def bench(engine: Any, role: str, ringed: list[str], out: Path, report: Report) 
     if role == "ours":
         with alone(out):
             report.attempt("costs", learn)
-        policies = engine_bench.POLICIES if "costs" in report.content else POLICIES[:-1]
+        policies = engine_bench.POLICIES if "costs" in report.content else POLICIES
     file = out / f"bench-{role}.jsonl"
     timer = engine_bench.Bench(engine, policies, prompts, under, file)
 
@@ -727,13 +725,16 @@ def after(engine: Any, role: str, out: Path, report: Report) -> None:
     if role == "ours":
         import engine_bench
 
+        report.attempt("steps_after", lambda: say_steps(engine))
+        report.attempt("greedy_without_graphs", lambda: say_without_graphs(engine))
+        report.attempt("kernel_logits", lambda: say_kernel_logits(engine))
         with alone(out):
             leased = lambda: engine_bench.leases(engine, prompts(1)[0], under)  # noqa: E731
             report.attempt("leases", leased)
-        report.attempt("steps_after", lambda: say_steps(engine))
-        report.attempt("nodes", lambda: say_node_logits(engine))
         said = report.content.get("sampled", {})
         report.attempt("partings", lambda: say_partings(engine, said))
+        report.attempt("nodes", lambda: say_node_logits(engine))
+        report.attempt("greedy_spine", lambda: say_greedy(engine, ("plain", "spine-15")))
     elif role == "fp32_triton":
         report.attempt("nodes", lambda: say_node_logits(engine))
 
