@@ -26,6 +26,7 @@ from overstory.orchestrator.openai_documents import (
     ModelsAnswer,
     StateAnswer,
     documented,
+    name_the_model,
 )
 from overstory.orchestrator.openai_errors import ApiError
 from overstory.orchestrator.openai_protocol import (
@@ -97,6 +98,7 @@ def build_http_app(
     _add_metrics_route(app, service, meters)
     add_token_routes(app, service, Json)
     add_admin_routes(app, service, keys, Json)
+    _describe(app, service.served_name)
     app.add_middleware(BodyGuard, max_bytes=max_body_bytes)
     app.add_middleware(KeyGuard, ring=keys)
     if cors_origins:
@@ -104,6 +106,16 @@ def build_http_app(
     app.add_middleware(AnswerCount, meters=meters)
     app.add_middleware(RequestIds)
     return app
+
+
+def _describe(app: FastAPI, model: str) -> None:
+    """Has `/openapi.json` say which model can be asked for."""
+    made = app.openapi
+
+    def described() -> dict[str, Any]:
+        return name_the_model(made(), model)
+
+    app.openapi = described  # type: ignore[method-assign]
 
 
 def _add_error_handlers(app: FastAPI) -> None:

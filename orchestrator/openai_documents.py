@@ -161,6 +161,16 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 """For every operation; 429 and 503 come with `Retry-After`."""
 
 
+def name_the_model(document: dict[str, Any], name: str) -> dict[str, Any]:
+    """An OpenAPI document in which requests can name the one model that is served alone."""
+    for title, schema in document["components"]["schemas"].items():
+        model = schema.get("properties", {}).get("model")
+        if model is not None and title.endswith("Request"):
+            text = model if model.get("type") == "string" else model["anyOf"][0]
+            text["enum"] = [name]
+    return document
+
+
 def documented(
     answer: type[BaseModel] | None, streamed: bool = False, text: str = ""
 ) -> dict[str, Any]:

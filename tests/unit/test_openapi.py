@@ -165,3 +165,12 @@ def test_what_the_document_calls_fitting_is_mostly_served() -> None:
 
     sample()
     assert served.count(200) >= len(served) // 10, served
+
+
+def test_requests_can_name_the_served_model_alone() -> None:
+    schemas, name = DOCUMENT["components"]["schemas"], WORLD.service.served_name
+    for title in ("CompletionRequest", "ChatCompletionRequest"):
+        assert schemas[title]["properties"]["model"]["enum"] == [name]
+    optional = schemas["TokenizeRequest"]["properties"]["model"]["anyOf"]
+    assert [kind.get("enum") for kind in optional] == [[name], None]
+    assert "enum" not in schemas["CompletionAnswer"]["properties"]["model"]
