@@ -1,0 +1,172 @@
+"""How long attention takes on a GPU that was not there: an estimate, never a measurement.
+
+What the loop costs is taken from a measured GPU: time is a line over the granules (16 keys) of the
+busiest block, in cycles, of which the matrix instructions are replaced by those of the other GPU.
+What bounds a block there is the larger of that and its share of the memory's rate. Which share of
+the keys a block should take follows, as in `chunk_of` (cuda/mla_schedule.cuh).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .cases import AttentionCase
+from .results import Row
+
+GRANULE, MAX_TILES, THREADS = 16, 9, 256
+"""Keys of a step, tiles of 8 rows of a block, threads of a block."""
+PART_COST = 0.004
+"""`kPartCost`: what a part of a request costs, in granules, for each tile (of eight at least)."""
+_MATRIX_INSTRUCTIONS = 17
+"""Of a scheduler, for a granule and tile: (36 for scores + 32 for values) / 4 schedulers."""
+_RESERVED_SHARED = 1024
+"""Bytes that the system takes of each block."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What the estimate must know of a GPU."""
+
+    name: str
+    sms: int
+    clock_hz: float
+    bytes_per_s: float
+    """Of the memory, sustained."""
+    matrix_cycles: float
+    """Between two m16n8k16 bf16 products of one scheduler, float32 sums."""
+    shared_bytes: int
+    """Of a multiprocessor."""
+    registers: int = 65_536
+
+
+H200 = Gpu("H200", 132, 1.83e9, 4.23e12, 6.5, 228 * 1024)
+"""Clock and rates as measured with the kernels (docs/kernels-attention.md, "What bounds it")."""
+RTX_PRO_6000 = Gpu("RTX PRO 6000", 188, 2.4e9, 1.55e12, 16.0, 100 * 1024)
+"""Of 1.79 TB/s what kernels on this memory reach; 1,024 FLOP a cycle and multiprocessor."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A kernel of one width on the measured GPU."""
+
+    granule_us: float
+    outside_us: float
+    """Launch, queries, schedule, the end: what the number of granules does not change."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one shape on one GPU; times in us."""
+
+    blocks: int
+    chunk: int
+    """Granules of a block: the tuned split."""
+    us: float
+    memory_us: float
+    """The keys once, at the memory's rate."""
+    bound: str
+    """What most of the time goes to: "memory", "instructions" or "outside". Where memory is it, the
+    best share leaves multiprocessors idle: fewer parts, and the memory is busy all the same."""
+
+
+def tiles_of(heads: int, rows: int) -> tuple[int, int]:
+    """Tiles of a block and row tiles of a request, as `tiles_for` in cuda/mla_attention.cu."""
+    tiles = -(-heads * rows // 8)
+    row_tiles = -(-tiles // MAX_TILES)
+    return -(-tiles // row_tiles), row_tiles
+
+
+def blocks_per_sm(gpu: Gpu, registers: int, shared_bytes: int) -> int:
+    """Blocks of a compiled kernel that a multiprocessor holds.
+
+    Args:
+        registers: of a thread; handed out by eight.
+        shared_bytes: of a block, dynamic and static.
+    """
+    of_a_block = -(-registers // 8) * 8 * THREADS
+    return min(gpu.registers // of_a_block, gpu.shared_bytes // (shared_bytes + _RESERVED_SHARED))
+
+
+def units_of(case: AttentionCase) -> int:
+    """Granules of all row tiles of all requests."""
+    _, row_tiles = tiles_of(case.heads, case.q)
+    return case.bs * row_tiles * -(-(case.context + case.tail) // GRANULE)
+
+
+def chosen_chunk(units: int, tiles: int, blocks: int) -> int:
+    """What the kernel chooses by itself: `chunk_of`."""
+    wanted = max(1, int((PART_COST * max(tiles, 8) * units) ** 0.5 + 0.5))
+    return max(-(-units // blocks), wanted)
+
+
+def granules_and_parts(units: int, tiles: int, chunk: int) -> float:
+    """The time of a launch in granules: those of a block, and what putting parts together costs."""
+    return chunk + PART_COST * max(tiles, 8) * -(-units // chunk)
+
+
+def fit_loops(rows: Iterable[Row], blocks: dict[int, int]) -> dict[int, Loop]:
+    """The line through our measured rows of each width, by tiles.
+
+    Args:
+        rows: of a results file; others than ours in bf16 are left out.
+        blocks: of the measured launches, by tiles.
+
+    Returns:
+        widths with two different sizes at least.
+    """
+    points: dict[int, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row.impl != "ours" or "attention" not in row.op or row.kv_dtype != "bf16":
+            continue
+        case = AttentionCase(row.op, row.bs, row.q, row.context, row.heads)
+        tiles, _ = tiles_of(row.heads, row.q)
+        if tiles not in blocks:
+            continue
+        units = units_of(case)
+        chunk = chosen_chunk(units, tiles, blocks[tiles])
+        points.setdefault(tiles, []).append(
+            (granules_and_parts(units, tiles, chunk), row.us_median)
+        )
+    return {tiles: _line(found) for tiles, found in points.items() if len(set(found)) > 1}
+
+
+def _line(points: Sequence[tuple[float, float]]) -> Loop:
+    """Least squares of the relative errors: short launches count as much as long ones."""
+    weights = [1 / us**2 for _, us in points]
+    total = sum(weights)
+    mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
+    mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
+    spread = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
+    slope = (
+        sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True))
+        / spread
+    )
+    return Loop(slope, mean_y - slope * mean_x)
+
+
+def estimate(case: AttentionCase, gpu: Gpu, loop: Loop, per_sm: int, measured: Gpu) -> Estimate:
+    """The best split of a shape on `gpu`, and its time.
+
+    Args:
+        loop: of the shape's width, on `measured`.
+        per_sm: blocks of the kernel compiled for `gpu` that one of its multiprocessors holds.
+    """
+    tiles, _ = tiles_of(case.heads, case.q)
+    blocks, units = gpu.sms * per_sm, units_of(case)
+    more = _MATRIX_INSTRUCTIONS * tiles * (gpu.matrix_cycles - measured.matrix_cycles)
+    granule_us = (loop.granule_us * measured.clock_hz / 1e6 + more) / gpu.clock_hz * 1e6
+    memory_us = case.kv_bytes / gpu.bytes_per_s * 1e6
+    part_us = PART_COST * max(tiles, 8) * granule_us
+
+    def inside(chunk: int) -> float:
+        return max(chunk * granule_us, memory_us) + part_us * -(-units // chunk)
+
+    least = -(-units // blocks)
+    chunk = min(range(least, least + 64), key=inside)
+    us = loop.outside_us + inside(chunk)
+    if 2 * loop.outside_us > us:
+        bound = "outside"
+    else:
+        bound = "memory" if memory_us > least * granule_us else "instructions"
+    return Estimate(blocks, chunk, us, memory_us, bound)

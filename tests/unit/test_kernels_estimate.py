@@ -1,0 +1,98 @@
+"""The estimate for a GPU that is not there: its parts, and what it says of the one that was."""
+
+from pathlib import Path
+
+import pytest
+
+from overstory.kernels.bench.cases import GOALS, AttentionCase
+from overstory.kernels.bench.estimate import (
+    H200,
+    RTX_PRO_6000,
+    Loop,
+    blocks_per_sm,
+    chosen_chunk,
+    estimate,
+    fit_loops,
+    granules_and_parts,
+    tiles_of,
+    units_of,
+)
+from overstory.kernels.bench.results import read_rows
+
+STORED = Path(__file__).parents[2] / "docs" / "benchmarks" / "kernels_h200.csv"
+BLOCKS = {tiles: 264 if tiles <= 3 else 132 for tiles in range(1, 10)}
+
+
+def verify(bs: int, q: int, context: int) -> AttentionCase:
+    return AttentionCase("verify_attention", bs, q, context)
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "h200", "rtx"),
+    [(255, 98_000, 1, 1), (128, 93_000, 2, 1), (128, 49_000, 2, 2), (64, 10_000, 4, 4)],
+)
+def test_blocks_of_a_multiprocessor(registers: int, shared: int, h200: int, rtx: int) -> None:
+    assert blocks_per_sm(H200, registers, shared) == h200
+    assert blocks_per_sm(RTX_PRO_6000, registers, shared) == rtx
+
+
+@pytest.mark.parametrize(
+    ("q", "expected"), [(1, (1, 1)), (9, (9, 1)), (17, (9, 2)), (33, (9, 4)), (64, (8, 8))]
+)
+def test_row_tiles_are_those_of_the_kernel(q: int, expected: tuple[int, int]) -> None:
+    assert tiles_of(8, q) == expected
+
+
+def test_the_kernel_s_own_share() -> None:
+    """As measured to be fastest on an H200: 2 granules at 1k, 4 at 8k."""
+    assert chosen_chunk(units_of(verify(1, 9, 1024)), 9, 132) == 2
+    assert chosen_chunk(units_of(verify(1, 9, 8192)), 9, 132) == 4
+    assert chosen_chunk(units_of(verify(1, 9, 65_536)), 9, 132) == 32
+
+
+def test_the_model_gives_back_what_was_measured() -> None:
+    """Of the H200 itself, from which it is: within a quarter at every shape with a goal."""
+    rows = read_rows(STORED)
+    loops = fit_loops(rows, BLOCKS)
+    ours = {
+        (r.op, r.bs, r.q, r.context): r.us_median
+        for r in rows
+        if r.impl == "ours" and "attention" in r.op
+    }
+    checked = 0
+    for case in GOALS:
+        tiles, _ = tiles_of(case.heads, case.q)
+        measured = ours.get((case.op, case.bs, case.q, case.context))
+        if measured is None or tiles not in loops:
+            continue
+        units = units_of(case)
+        chunk = chosen_chunk(units, tiles, BLOCKS[tiles])
+        loop = loops[tiles]
+        us = loop.outside_us + loop.granule_us * granules_and_parts(units, tiles, chunk)
+        assert us == pytest.approx(measured, rel=0.25), case
+        checked += 1
+    assert checked >= 10
+
+
+def test_memory_bounds_small_trees_and_instructions_large_ones() -> None:
+    loop = Loop(granule_us=1.5, outside_us=12.0)
+    small = estimate(verify(1, 9, 200_000), RTX_PRO_6000, loop, 1, H200)
+    large = estimate(verify(1, 64, 200_000), RTX_PRO_6000, loop, 1, H200)
+    assert (small.bound, large.bound) == ("memory", "instructions")
+    for found in (small, large):
+        assert found.us > found.memory_us
+        assert found.blocks == 188
+    assert estimate(verify(1, 1, 1024), RTX_PRO_6000, loop, 1, H200).bound == "outside"
+
+
+def test_a_faster_loop_or_more_multiprocessors_are_never_slower() -> None:
+    case, loop = verify(1, 33, 65_536), Loop(1.5, 12.0)
+    times = [
+        estimate(case, gpu, Loop(us, 12.0), 1, H200).us
+        for gpu, us in ((RTX_PRO_6000, 2.0), (RTX_PRO_6000, 1.5), (RTX_PRO_6000, 1.0))
+    ]
+    assert times == sorted(times, reverse=True)
+    assert len(set(times)) == 3
+    # The tuned split is no slower than the kernel's own.
+    found = estimate(case, RTX_PRO_6000, loop, 1, H200)
+    assert found.chunk >= -(-units_of(case) // found.blocks)
