@@ -18,11 +18,13 @@ why_not() { # kind -> why it cannot run here; empty if it can
   esac
 }
 
-# Hosts of the cluster tests are network namespaces that speak SSH (tests/cluster/hosts_lab.py). What
-# they need is installed where that starts no service: not under systemd.
+# Hosts of the cluster tests are network namespaces that speak SSH (tests/cluster/hosts_lab.py); at full
+# size one of them runs Prometheus. What is missing is installed where that starts no service: not
+# under systemd.
 install_for_hosts() {
   local packages
   packages=$(.venv/bin/python tests/cluster/hosts_lab.py)
+  [ "$size" != full ] || command -v promtool >/dev/null || packages+=" prometheus"
   [ -n "$packages" ] && command -v apt-get >/dev/null && [ ! -d /run/systemd/system ] || return 0
   echo "installing for the tests over several hosts: $packages"
   # shellcheck disable=SC2086

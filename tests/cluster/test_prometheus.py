@@ -1,6 +1,7 @@
 """A real Prometheus, with the configuration that docs/monitoring.md gives, over two hosts.
 
-Needs the Debian package prometheus, which `make test-full` does not install; skipped without it.
+Needs the Debian package prometheus, which `make test-full` installs as it does those of the hosts;
+skipped without it.
 """
 
 import json
