@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,15 +33,18 @@ import psutil
 from gateway_load import Timed, load, times_of_get
 from leftovers import wait_until
 from measure_deployment import role
+from ray import serve
 
 from overstory.orchestrator.bench_load import load_prompts
 from overstory.orchestrator.control import connected
 from overstory.orchestrator.deploy import deploy, take_down
 from overstory.orchestrator.engine_flags import resolve_engine
 from overstory.orchestrator.host_facts import host_facts
+from overstory.orchestrator.journal import GenerateCall
 from overstory.orchestrator.local_ray import free_port
 from overstory.orchestrator.progress import Progress
 from overstory.orchestrator.replica_setup import policy_environment
+from overstory.orchestrator.sampling import Sampling
 from overstory.orchestrator.spec import DeploymentSpec, load_spec
 from overstory.orchestrator.state import DeploymentRecord, read_state
 
@@ -168,9 +172,10 @@ def sglang_role(process: psutil.Process) -> str:
 class Bench:
     """Both servers by name: their ports, first processes, and what their processes are called."""
 
-    def __init__(self, given: argparse.Namespace, model: str) -> None:
+    def __init__(self, given: argparse.Namespace, spec: DeploymentSpec) -> None:
         self.given = given
-        self.model = model
+        self.model = spec.served_model_name
+        self.deployment = spec.name
         self.ports: dict[str, int] = {}
         self.firsts: dict[str, psutil.Process] = {}
 
@@ -211,8 +216,30 @@ class Bench:
             for server in (OURS, THEIRS)
         }
         rows = {f"one token, {server}": spread(one) for server, one in times.items()}
+        rows |= self._hops(count)
         rows |= {f"GET /v1/models, {server}": spread(one) for server, one in models.items()}
         return rows
+
+    def _hops(self, count: int) -> dict[str, Any]:
+        """Without proxy and gateway: a call of the replica that goes no further, and one token,
+        from this process by Serve's handle."""
+        handle = serve.get_deployment_handle("Replica", self.deployment)
+        ids = tuple(load_prompts(1, as_ids=True)[0])
+        sampling = Sampling(seed=0, max_new_tokens=1, temperature=0.0)
+        near, whole = [], []
+        for _ in range(count):
+            begun = time.perf_counter()
+            handle.limits.remote().result(timeout_s=60)
+            near.append(time.perf_counter() - begun)
+            call = GenerateCall(f"hop-{uuid.uuid4().hex}", ids, sampling)
+            begun = time.perf_counter()
+            for _chunk in handle.options(stream=True).generate.remote(call):
+                pass
+            whole.append(time.perf_counter() - begun)
+        return {
+            "handle, replica alone": spread(near),
+            "handle, one token": spread(whole),
+        }
 
 
 def figures(answers: list[Timed], seconds: float) -> dict[str, Any]:
@@ -291,7 +318,7 @@ def main() -> None:
     """Measures and says what it found."""
     given = parse()
     spec = spec_of(given)
-    bench = Bench(given, spec.served_model_name)
+    bench = Bench(given, spec)
     bench.ports = {OURS: spec.gateway.port, THEIRS: free_port()}
     facts = host_facts()
     with sglang_server(spec, bench.ports[THEIRS]) as theirs, deployment(spec) as ours:
