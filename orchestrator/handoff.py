@@ -158,6 +158,8 @@ class HandOffs:
                     await self._let_go(pair, key)
             for (_, outcome), have, want in zip(batch, cached, lengths, strict=True):
                 _settle(outcome, have, want, failed)
+            if failed:  # Perhaps of a communicator that is of no more use.
+                await self._part(pair)
         except Exception as error:
             reason = str(error) or type(error).__name__
             logger.warning("KV of %d sequences stays at %s: %s", len(batch), pair.giver, reason)

@@ -82,6 +82,10 @@ class Giver:
                     if not self._ending.is_set():
                         logger.warning("giving to a peer ended: %s", error)
                     return
+                except Exception:  # The taker must not wait for what does not come.
+                    logger.exception("giving to a peer failed")
+                    self._communicator.close()
+                    return
 
     def _answer(self, conveyor: Conveyor, order: Any) -> None:
         try:
