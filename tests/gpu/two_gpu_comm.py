@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -91,8 +92,8 @@ def carry(comm: Any, send: Callable[[int], Any], receive: Callable[[int], Any]) 
 
     from overstory.workers.handoff.pieces import Conveyor
 
-    rates = {}
-    for mib in (16, 32, 64, 128):
+    rates, alone = {}, {}
+    for mib in (64, 128, 256, 512):
         conveyor = Conveyor(comm, mib << 20)
         seen = []
         for _ in range(4):
@@ -103,7 +104,24 @@ def carry(comm: Any, send: Callable[[int], Any], receive: Callable[[int], Any]) 
                 done = conveyor.receive(receive(conveyor.piece_bytes), 0)
             seen.append(done.bytes / done.seconds / 1e9)
         rates[f"{mib} MiB"] = sorted(seen)[len(seen) // 2]
-    return {"bytes": done.bytes, "gb_s": rates}
+        if comm.rank == 0:
+            alone[f"{mib} MiB"] = filling(conveyor, send(conveyor.piece_bytes))
+    return {"bytes": done.bytes, "gb_s": rates, "filling_gb_s": alone}
+
+
+def filling(conveyor: Any, pieces: Any) -> float:
+    """GB/s of gathering and checksums alone, with nothing sent."""
+    import torch
+
+    staging = torch.empty(conveyor.piece_bytes + 16, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    begun, total = time.perf_counter(), 0
+    for piece in pieces:
+        piece.move(staging[: piece.size])
+        conveyor._seal(staging, piece.size)
+        total += piece.size
+    torch.cuda.synchronize()
+    return total / (time.perf_counter() - begun) / 1e9
 
 
 def kv_rows(comm: Any) -> dict[str, Any]:
@@ -234,10 +252,22 @@ def stop(comm: Any) -> dict[str, Any]:
 
 
 def healthy(comm: Any) -> dict[str, Any]:
-    """All that needs no fault, over one communicator."""
-    return {
-        act.__name__: act(comm) for act in (exchange, plain_copy, kv_rows, weights, small_words)
-    }
+    """All that needs no fault, over one communicator; what fails ends it."""
+    results: dict[str, Any] = {}
+    for act in (exchange, plain_copy, small_words, kv_rows, weights):
+        begun = time.perf_counter()
+        try:
+            results[act.__name__] = act(comm)
+        except BaseException:
+            results[act.__name__] = {"failed": traceback.format_exc()[-3000:]}
+        said = json.dumps(results[act.__name__])[:700]
+        print(
+            f"{act.__name__} of {comm.rank} ({time.perf_counter() - begun:.1f} s): {said}",
+            flush=True,
+        )
+        if "failed" in results[act.__name__]:
+            break
+    return results
 
 
 PARTS: dict[str, Act] = {act.__name__: act for act in (healthy, exchange, die, stop)}
@@ -383,30 +413,27 @@ def main() -> None:
     deadline = time.monotonic() + seconds
     results: dict[str, Any] = {}
 
+    writing = threading.Lock()
+
     def attempt(name: str, act: Act) -> None:
-        left = deadline - time.monotonic()
-        if left < 5:
-            results[name] = "no time left"
-        else:
-            begun = time.monotonic()
-            try:
-                results[name] = act(min(left, 40.0))
-            except BaseException:
-                results[name] = {"failed": traceback.format_exc()[-3000:]}
-            print(
-                f"{name} ({time.monotonic() - begun:.1f} s): {json.dumps(results[name])[:1500]}",
-                flush=True,
-            )
-        (out / "comm.json").write_text(json.dumps(results, indent=1))
+        left, begun = deadline - time.monotonic(), time.monotonic()
+        try:
+            result = act(min(left, 40.0)) if left > 5 else "no time left"
+        except BaseException:
+            result = {"failed": traceback.format_exc()[-3000:]}
+        with writing:
+            results[name] = result
+            took = time.monotonic() - begun
+            print(f"{name} ({took:.1f} s): {json.dumps(result)[:3000]}", flush=True)
+            (out / "comm.json").write_text(json.dumps(results, indent=1))
 
     attempt("surroundings", lambda _: surroundings())
-    attempt("alone", lambda _: alone())
     attempt("missing", lambda _: missing())
-    attempt("healthy", lambda left: run_pair("healthy", max(left, 60.0)))
-    attempt("die", lambda left: run_pair("die", left))
+    attempt("healthy", lambda left: run_pair("healthy", left))
     # One process sees the second GPU alone, the other the first; then both in the other order; and
     # two ranks on one GPU, which NCCL refuses.
-    side_by_side = {
+    side_by_side: dict[str, Act] = {
+        "die": lambda left: run_pair("die", left),
         "stop": lambda left: run_pair("stop", left),
         "hidden": lambda left: run_pair("exchange@hidden", left, (0, 0), ("1", "0")),
         "swapped": lambda left: run_pair("exchange@swapped", left, (0, 1), ("1,0", "1,0")),
@@ -414,28 +441,81 @@ def main() -> None:
     }
     with ThreadPoolExecutor(len(side_by_side)) as pool:
         list(pool.map(attempt, side_by_side, side_by_side.values()))
-    summarize(results)
+    attempt("alone", lambda _: alone())
+    right = [summarized(name, results.get(name)) for name in results]
+    sys.exit(0 if all(right) else 1)
 
 
-def summarize(results: dict[str, Any]) -> None:
-    """What counts."""
-    ranks = results["healthy"]
-    plain = ranks[1]["plain_copy"]["gb_s"]
-    print(f"plain NCCL copy: {plain:.1f} GB/s")
-    for part, names in (("kv_rows", ("scattered", "one run")), ("weights", (None,))):
-        for name in names:
-            sent, came = (rank[part] for rank in ranks)
-            if name:
-                sent, came = sent[name], came[name]
-            assert sent["digest"] == came["digest"], (
-                f"{part} {name}: what came is not what was sent"
-            )
-            for size, rate in came["gb_s"].items():
-                print(
-                    f"{part} {name or ''} by {size}: {rate:.1f} GB/s, {rate / plain:.2f} of plain"
-                )
-    print("killed peer:", results["die"][0])
-    print("stopped peer:", results["stop"][0])
+def summarized(name: str, result: Any) -> bool:
+    """Says what counts of a part; whether it is as it should be."""
+    judge = {"healthy": healthy_lines, "die": die_line, "stop": stop_line, "same_gpu": refused_line}
+    try:
+        for line in judge.get(name, plain_line)(result):
+            print(f"== {name}: {line}")
+        return True
+    except Exception as error:
+        print(f"== {name} FAILED: {type(error).__name__} {error}; {last_words(result)}")
+        return False
+
+
+def last_words(result: Any) -> str:
+    """Of tracebacks the last line, in one line in all."""
+    parts = result if isinstance(result, list) else [result]
+    return " | ".join(
+        str(part["failed"] if isinstance(part, dict) and "failed" in part else part)
+        .strip()
+        .splitlines()[-1][:300]
+        for part in parts
+    )
+
+
+def plain_line(result: Any) -> list[str]:
+    for part in result if isinstance(result, list) else [result]:
+        assert isinstance(part, dict), "did not end well"
+        assert "failed" not in part, "did not end well"
+        assert all(part.get(key, True) for key in ("right", "other", "parts")), "wrong values"
+    return [json.dumps(result)[:600]]
+
+
+def refused_line(result: Any) -> list[str]:
+    assert all(isinstance(part, str) and "nccl" in part.lower() for part in result), (
+        "two ranks on one GPU were not refused"
+    )
+    assert all("TypeError" not in part for part in result), "not for this reason"
+    return [f"refused: {last_words(result)}"]
+
+
+def die_line(result: Any) -> list[str]:
+    survivor = result[0]
+    assert "rank 1" in survivor["caught"], "the loss was not noticed"
+    assert survivor["gpu_works"], "the survivor's GPU is of no more use"
+    return [f"killed peer: {survivor}; the other {result[1]}"]
+
+
+def stop_line(result: Any) -> list[str]:
+    assert "not done in" in result[0]["caught"], "the limit did not hold"
+    assert result[1]["heard"] == "enough", "the word did not come"
+    return [f"peer that does not receive: {result[0]}"]
+
+
+def healthy_lines(result: Any) -> list[str]:
+    sender, taker = result
+    assert all(sender["exchange"][k] and taker["exchange"][k] for k in ("other", "shared", "parts"))
+    plain = taker["plain_copy"]["gb_s"]
+    best = taker["plain_copy"]["best_gb_s"]
+    lines = [
+        f"plain NCCL copy: {plain:.1f} GB/s, best {best:.1f}",
+        f"all_gather of 16 bytes: {taker['small_words']['all_gather_us']:.0f} us",
+    ]
+    for part, name in (("kv_rows", "scattered"), ("kv_rows", "one run"), ("weights", "")):
+        sent, came = (rank[part][name] if name else rank[part] for rank in (sender, taker))
+        assert sent["digest"] == came["digest"], f"{part} {name}: what came is not what was sent"
+        lines += [
+            f"{part} {name} by {size}: {rate:.1f} GB/s, {rate / plain:.2f} of plain"
+            for size, rate in came["gb_s"].items()
+        ]
+        lines.append(f"{part} {name} filling alone: {sent['filling_gb_s']}")
+    return lines
 
 
 if __name__ == "__main__":

@@ -47,6 +47,6 @@ for part in "${parts[@]}"; do
     >"$work/$part.txt" 2>&1
   say "$part: exit $?"
   grep -v "Capturing batches" "$work/$part.txt" | tail -c 30000 >>"$out/logs.txt"
-  grep -E "^(== |plain|kv_rows|weights|killed|stopped)" "$work/$part.txt" >>"$out/summary.txt"
+  grep -E "^== " "$work/$part.txt" >>"$out/summary.txt"
 done
 cat "$out/summary.txt"

@@ -193,7 +193,7 @@ def _start(library: Any, line: Line, device: torch.device, init_s: float) -> Any
         try:
             torch.cuda.set_device(device)
             seat = line.seat
-            outcome.append(library.NcclCommunicator(seat.size, tuple(line.book[0]), seat.rank))
+            outcome.append(library.NcclCommunicator(seat.size, bytes(line.book[0]), seat.rank))
         except BaseException as error:
             outcome.append(error)
 
