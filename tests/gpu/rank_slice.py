@@ -10,6 +10,7 @@ on a CPU at toy sizes.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
@@ -70,7 +71,9 @@ def cells_of(role: Role) -> list[Cell]:
     """The role's cells; at toy sizes with short contexts."""
     if not TOY:
         return list(role.cells)
-    return [Cell(c.batch, 64 if c.context < 9000 else 160, c.rows, "overstory") for c in role.cells]
+    return [
+        c._replace(context=64 if c.context < 9000 else 160, backend="overstory") for c in role.cells
+    ]
 
 
 def build(name: str, out: Path) -> _engine_first.SliceEngine:
@@ -109,10 +112,13 @@ class Measurement:
         engine: of the role.
         report: gets each point when it is there.
         deadline: `time.monotonic` at which no further point begins.
+        out: for the launches of each profile.
     """
 
-    def __init__(self, engine: Any, report: Report, deadline: float) -> None:
+    def __init__(self, engine: Any, report: Report, deadline: float, out: Path) -> None:
         self._engine, self._report, self._deadline = engine, report, deadline
+        self._out, self._profiles = out, 0
+        self._left_out: list[str] = []
         self._whole = report.content["role"].startswith("slice")
         self._points: list[dict[str, Any]] = []
 
@@ -121,21 +127,25 @@ class Measurement:
         del scheduler
         worker = self._engine.worker
         bench = StepBench(worker, on_cuda=not TOY)
-        left_out: list[str] = []
+        ours = 1 + max(i for i, cell in enumerate(cells) if cell.backend == "overstory")
+        self._cells(bench, worker, cells[:ours])
+        if self._whole:
+            self._report.attempt("experts", lambda: self._experts(bench, cells))
+            self._report.attempt("alike", lambda: self._alike(bench))
+        self._cells(bench, worker, cells[ours:])
+
+    def _cells(self, bench: StepBench, worker: Any, cells: list[Cell]) -> None:
+        room = worker.model_runner.token_to_kv_pool.size
         for number, cell in enumerate(cells):
-            if self._left() < 4 + (cell.backend == "triton") * cell.context / 20_000:
-                left_out.append(str(cell))
-                self._report.put("left_out", left_out)
+            needed = 3 + (cell.backend == "triton") * (2 + cell.batch * cell.context / 12_000)
+            if slots([cell], MOST_ROWS) > room or self._left() < needed:
+                self._left_out.append(str(cell))
+                self._report.put("left_out", self._left_out)
                 continue
             self._report.attempt(
-                f"{cell.backend}-{cell.batch}-{cell.context}",
+                f"{cell.backend}-{cell.batch}-{cell.context}-{number}",
                 lambda cell=cell: self._cell(bench, worker, cell),
             )
-            if number == 2 and self._whole:
-                self._report.attempt("kernels", lambda: {} if TOY else bench.kernels(9))
-                self._report.attempt("experts", lambda: self._experts(bench, cells))
-        if self._whole:
-            self._report.attempt("alike", lambda: self._alike(bench))
 
     def _left(self) -> float:
         return self._deadline - time.monotonic()
@@ -159,8 +169,10 @@ class Measurement:
             new.append(point)
             self._points.append(point)
             self._report.put("points", self._points)
-        if self._left() > 1 + 3e-6 * sum(p["step_us"] for p in new):
-            found = bench.stages([p["rows"] for p in new], profiled)
+        if cell.profiled and self._left() > 2 + 3e-6 * sum(p["step_us"] for p in new):
+            self._profiles += 1
+            name = f"launches-{self._profiles}-{cell.backend}-{cell.batch}-{cell.context}.json.gz"
+            found = bench.stages([p["rows"] for p in new], profiled, self._out / name)
             for point, stages in zip(new, found, strict=False):
                 point["stages_us"] = stages
             self._report.put("points", self._points)
@@ -172,6 +184,8 @@ class Measurement:
         for alike in (0.0, 0.5, 0.9):
             self._engine.noise[0].alike(alike)
             for batch in (1, 4, 16):
+                if self._left() < 5:
+                    break
                 bench.prepare(Cell(batch, short, (), "overstory"))
                 for rows in (1, 9, 17, 33):
                     one = {"batch": batch, "rows": rows, "alike": alike}
@@ -201,7 +215,7 @@ class Measurement:
 
 def long_context(engine: Any, report: Report) -> None:
     """A long prompt by chunks, then decoding; then one text from near and from far slots."""
-    report.attempt("long", lambda: _long_prompt(engine, 1500 if TOY else LONG_CONTEXT))
+    report.attempt("long", lambda: _long_prompt(engine, report, 1500 if TOY else LONG_CONTEXT))
     report.attempt("far_slots", lambda: _far_slots(engine, 200 if TOY else SHORT_LONG))
 
 
@@ -225,31 +239,30 @@ def _memory() -> dict[str, float]:
     }
 
 
-def _clocked(into: list[dict[str, float]]) -> Callable[[], None]:
-    """Notes the seconds since the last call, and the memory."""
+def _clocked(report: Report, name: str) -> Callable[[], None]:
+    """Notes the seconds since the last call, and the memory, under ``name``."""
     last = [time.perf_counter()]
+    found: list[dict[str, float]] = []
 
     def note() -> None:
-        now = time.perf_counter()
-        into.append({"seconds": round(now - last[0], 4)} | _memory())
-        last[0] = now
+        found.append({"seconds": round(time.perf_counter() - last[0], 4)} | _memory())
+        report.put(name, found)
+        last[0] = time.perf_counter()
 
     return note
 
 
-def _long_prompt(engine: Any, length: int) -> dict[str, Any]:
+def _long_prompt(engine: Any, report: Report, length: int) -> dict[str, Any]:
     from overstory.workers import tree_policy
     from overstory.workers.tree_policy import TreePolicy
 
     tree_policy.set_current(TreePolicy.parse("tree-8"))
     asked = {"temperature": 0.0, "max_new_tokens": 48, "ignore_eos": True}
     rid = engine.submit(_prompt(length), asked)
-    chunks: list[dict[str, float]] = []
-    decode: list[dict[str, float]] = []
-    _step_until(engine, rid, lambda output: bool(output.ids), _clocked(chunks))
-    _step_until(engine, rid, lambda output: output.done, _clocked(decode))
+    _step_until(engine, rid, lambda output: bool(output.ids), _clocked(report, "chunks"))
+    _step_until(engine, rid, lambda output: output.done, _clocked(report, "decode"))
     engine.step(3)
-    return {"tokens": length, "chunks": chunks, "decode": decode, "after": _memory()}
+    return {"tokens": length, "after": _memory()}
 
 
 def _step_until(engine: Any, rid: str, met: Callable[[Any], bool], act: Callable[[], None]) -> None:
@@ -304,18 +317,22 @@ def load_sglang() -> None:
     from overstory.workers.environment import prepare_process
 
     prepare_process("cpu" if TOY else "cuda")
+    _engine_first.leave_other_models()
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    import sglang.srt.managers.scheduler  # noqa: F401
+    import sglang.srt.managers.scheduler
+    import sglang.srt.models.registry  # noqa: F401
 
 
 def main() -> None:
     name, out, seconds = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
     deadline = time.monotonic() + seconds
+    logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s", force=True)
     report = Report(name, out)
     begun = time.monotonic()
     load_sglang()  # takes long: while the earlier ones run
+    report.put("loaded_s", time.monotonic() - begun)
     wait_for(out, sys.argv[4:])
     report.put("waited_s", time.monotonic() - begun)
     others = [out / f"{other}.json" for other in ROLES if other.startswith("slice")]
@@ -330,10 +347,11 @@ def main() -> None:
         engine = build(name, out)
         report.put("start_s", time.monotonic() - begun)
         report.put("memory", _memory())
+        report.put("whole_steps_failed", engine.not_captured)
         if name == "long":
             long_context(engine, report)
         else:
-            measurement = Measurement(engine, report, deadline)
+            measurement = Measurement(engine, report, deadline, out)
             report.attempt(
                 "measured",
                 lambda: engine.at_boundary(measurement.run, cells_of(ROLES[name])) and "all",

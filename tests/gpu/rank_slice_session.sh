@@ -8,7 +8,7 @@
 # what the others leave. `slice_old_draft` (the drafter on SGLang's attention) and `slice_triton`
 # (the experts on Triton as well) run only if those before measured nothing. TVM_FFI_CACHE_DIR may
 # hold SGLang's kernels built before. Into OUT:
-#   slice.json        results of all roles
+#   slice.json        results of all roles; roles/ has each as it comes, and the launches profiled
 #   logs.txt          the end of every role's output; build.txt  machine and build
 #   summary.txt       how each role ended, and the points in short
 set -uo pipefail
@@ -17,12 +17,12 @@ out=${1:?folder for the results} seconds=${2:?seconds in all}
 shift 2
 roles=("$@")
 [ ${#roles[@]} -gt 0 ] || roles=(slice slice_old_draft slice_triton moe_triton long)
-later_s=${RANK_SLICE_LATER_S:-28} # for each role but the first
+later_s=${RANK_SLICE_LATER_S:-0} # kept free for each role but the first
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 python=${PYTHON:-python3}
 work=$(mktemp -d)
-mkdir -p "$work/links/overstory" "$work/plugin/overstory-0.1.0.dist-info" "$work/roles"
+mkdir -p "$work/links/overstory" "$work/plugin/overstory-0.1.0.dist-info" "$out/roles"
 for part in kernels workers orchestrator; do ln -s "$root/$part" "$work/links/overstory/$part"; done
 # What SGLang finds its plugins by, without an install.
 printf 'Metadata-Version: 2.1\nName: overstory\nVersion: 0.1.0\n' \
@@ -38,10 +38,10 @@ bundle() {
   {
     for role in "${roles[@]}"; do
       echo "======== $role"
-      grep -v "Capturing batches" "$work/roles/$role.txt" 2>/dev/null | tail -c 40000
+      grep -v "Capturing batches" "$out/roles/$role.txt" 2>/dev/null | tail -c 40000
     done
   } >"$out/logs.txt" 2>&1
-  "$python" - "$work/roles" "$out/slice.json" <<'PY'
+  "$python" - "$out/roles" "$out/slice.json" <<'PY'
 import json, pathlib, sys
 folder, result = map(pathlib.Path, sys.argv[1:])
 found = {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
@@ -64,18 +64,24 @@ build() { # the kernels, while the roles load SGLang; `kernels` is done before a
       --format=csv,noheader --id=0 | tr -d .)"
   } >"$out/build.txt" 2>&1 || echo "build FAILED, see build.txt" >>"$out/summary.txt"
   echo "built after $SECONDS s" >>"$out/summary.txt"
-  touch "$work/roles/kernels.done"
+  touch "$out/roles/kernels.done"
 }
 build &
+# SGLang may come without compiled modules: eight processes are faster at it than the roles' own.
+[ "${RANK_SLICE_TOY:-0}" = 1 ] || "$python" - <<'PY' &
+import compileall, importlib.util
+place = importlib.util.find_spec("sglang").submodule_search_locations[0]
+compileall.compile_dir(place, quiet=2, workers=8)
+PY
 
 run() { # role, seconds from now, roles that run before it
   local role=$1 given=$2 begun=$SECONDS
   shift 2
   # A timed-out role still leaves what it had written.
   timeout -k 5 $((seconds - SECONDS - 6)) "$python" "$root/tests/gpu/rank_slice.py" \
-    "$role" "$work/roles" "$given" "$@" >"$work/roles/$role.txt" 2>&1
+    "$role" "$out/roles" "$given" "$@" >"$out/roles/$role.txt" 2>&1
   echo "$role: exit $? after $((SECONDS - begun)) s" >>"$out/summary.txt"
-  touch "$work/roles/$role.done"
+  touch "$out/roles/$role.done"
 }
 earlier=(kernels)
 for ((number = 0; number < ${#roles[@]}; number++)); do

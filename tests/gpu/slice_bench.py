@@ -6,6 +6,7 @@ Steps are the worker's own over made-up requests (`overstory.workers.policy.meas
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import statistics
 import tempfile
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slice_points import POLICIES, Cell
-from slice_stages import from_trace, median_times, split_steps, stage_times
+from slice_stages import Kernel, from_trace, median_times, split_steps, stage_times
 
 WARM = 2
 MOST_STEPS = 12
@@ -73,8 +74,14 @@ class StepBench:
             found["in_a_row_us"] = round(self._in_a_row(policy, 6), 1)
         return found
 
-    def stages(self, rows: Sequence[int], steps: int = 2) -> list[dict[str, float]]:
-        """Stages of a step of each number of rows, from one profile; empty on a CPU."""
+    def stages(
+        self, rows: Sequence[int], steps: int = 2, keep: Path | None = None
+    ) -> list[dict[str, float]]:
+        """Stages of a step of each number of rows, from one profile; empty on a CPU.
+
+        Args:
+            keep: file for the launches themselves (see `keep_launches`), written first.
+        """
         import torch
         from torch.profiler import ProfilerActivity
 
@@ -88,30 +95,11 @@ class StepBench:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "trace.json"
             tracer.export_chrome_trace(str(file))
-            events = json.loads(file.read_text())["traceEvents"]
-        every = [stage_times(one) for one in split_steps(from_trace(events), steps * len(rows))]
-        return [median_times(every[i * steps : (i + 1) * steps]) for i in range(len(rows))]
-
-    def kernels(self, rows: int) -> list[dict[str, Any]]:
-        """Names, launches and microseconds of one step, longest first, with their stage."""
-        import torch
-        from slice_stages import stages_of
-        from torch.profiler import ProfilerActivity
-
-        with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as tracer:
-            self._timer.step_us(self._policy(rows))
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "trace.json"
-            tracer.export_chrome_trace(str(file))
             found = from_trace(json.loads(file.read_text())["traceEvents"])
-        totals: dict[tuple[str, str], list[float]] = {}
-        for kernel, stage in zip(found, stages_of(found), strict=True):
-            totals.setdefault((kernel.name[:120], stage), []).append(kernel.end - kernel.start)
-        table = [
-            {"name": name, "stage": stage, "launches": len(t), "us": round(sum(t), 1)}
-            for (name, stage), t in totals.items()
-        ]
-        return sorted(table, key=lambda row: -row["us"])[:45]
+        if keep is not None:
+            keep_launches(keep, found, rows, steps)
+        every = [stage_times(one) for one in split_steps(found, steps * len(rows))]
+        return [median_times(every[i * steps : (i + 1) * steps]) for i in range(len(rows))]
 
     def experts(self, rows: int) -> dict[str, float]:
         """Distinct experts of each expert layer in one step, run without graphs."""
@@ -146,6 +134,25 @@ class StepBench:
         from overstory.workers.tree_policy import TreePolicy
 
         return TreePolicy.parse(POLICIES[rows])
+
+
+def keep_launches(file: Path, found: Sequence[Kernel], rows: Sequence[int], steps: int) -> None:
+    """Writes a profile in short (gzip): names, and of each launch its name's number, its start and
+    its length in microseconds; ``steps`` steps of each of ``rows``, in that order."""
+    names = {name: number for number, name in enumerate(dict.fromkeys(k.name for k in found))}
+    begun = found[0].start if found else 0.0
+    launches = [
+        (names[k.name], round(k.start - begun, 2), round(k.end - k.start, 2)) for k in found
+    ]
+    content = {"rows": list(rows), "steps": steps, "names": list(names), "launches": launches}
+    file.write_bytes(gzip.compress(json.dumps(content, separators=(",", ":")).encode(), 3))
+
+
+def read_launches(file: Path) -> tuple[list[int], int, list[Kernel]]:
+    """Rows, steps of each, and launches of a file of `keep_launches`."""
+    content = json.loads(gzip.decompress(file.read_bytes()))
+    found = [Kernel(content["names"][n], at, at + us) for n, at, us in content["launches"]]
+    return content["rows"], content["steps"], found
 
 
 def _row_timer() -> Any:

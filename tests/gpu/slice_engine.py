@@ -3,7 +3,8 @@
 Changes SGLang in this process, each for a reason of the measurement alone:
 - layers share KV memory in ``kv_sets`` sets, so that all layers and the longest contexts fit at
   once. Each layer still reads all of its context from memory: what the layers between two uses of
-  a set read is several times the L2.
+  a set read is several times the L2. Compaction moves the rows of the sets, not of every layer.
+- of SGLang's models only those of the pair are loaded.
 - norms are 1 and routers are random, so that states neither vanish nor all take the same experts.
 - the rows' embeddings get noise of their own: which experts rows take is then independent of the
   (random) drafter's tokens. ``alike`` makes rows similar.
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +59,19 @@ class RowNoise:
         if rows.shape[0] > NOISE_ROWS:
             return output
         return (rows + self.rows[: rows.shape[0]]).view_as(output)
+
+
+def leave_other_models() -> None:
+    """SGLang is not to load models but the pair's: it would load some 200 files of them first.
+
+    Before SGLang's registry of models is there. A model that another one imports is loaded anyway.
+    """
+    package = find_spec("sglang")
+    assert package is not None
+    assert package.submodule_search_locations
+    files = Path(package.submodule_search_locations[0], "srt", "models").glob("*.py")
+    names = sorted({file.stem for file in files} - {"__init__", "deepseek_v2", "dflash"})
+    os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(names)
 
 
 def freshen(model: Any, scale: float = 1.0) -> None:
@@ -102,14 +118,52 @@ def share_kv(sets: int) -> None:
 
     MLATokenToKVPool._create_buffers = create_shared
     DefaultPoolConfigurator._compute_cell_size = sized
+    _move_each_buffer_once()
 
 
-def shape_steps(tree_tiers: tuple[int, ...]) -> None:
-    """Trees of these numbers of rows are captured, greedy steps only."""
-    from overstory.workers.ddtree import graph_tiers, step_graph
+def _move_each_buffer_once() -> None:
+    """The mover is told of every set once; it refuses a buffer that is listed twice.
+
+    On a CPU, where no table of buffers is made, one is made all the same: as on a GPU it refuses
+    what cannot be moved.
+    """
+    from overstory.kernels import ops
+    from overstory.workers.ddtree import commit
+
+    listed, begin = commit.kv_buffers, commit.TargetKv.__init__
+
+    def distinct(pool: Any) -> list[Any]:
+        return list({buffer.data_ptr(): buffer for buffer in listed(pool)}.values())
+
+    def checked(self: Any, pool: Any) -> None:
+        begin(self, pool)
+        for group in self._groups:
+            if isinstance(group, list):
+                ops.LayerTable(group)
+
+    commit.kv_buffers = distinct
+    commit.TargetKv.__init__ = checked  # type: ignore[method-assign]
+
+
+def shape_steps(tree_tiers: tuple[int, ...], failed: list[str]) -> None:
+    """Trees of these numbers of rows are captured, greedy steps only.
+
+    Should whole steps not be captured, ``failed`` says why, and steps run in parts.
+    """
+    from overstory.workers.ddtree import graph_tiers, step_graph, worker
 
     graph_tiers.TREE_TIERS = tree_tiers  # type: ignore[assignment]
     step_graph.DRAWS = ("greedy",)  # type: ignore[assignment]
+    whole = step_graph.StepGraphs
+
+    def captured(*arguments: Any) -> Any:
+        try:
+            return whole(*arguments)
+        except Exception:
+            failed.append(traceback.format_exc()[-3000:])
+            return None
+
+    worker.StepGraphs = captured  # type: ignore[assignment,misc]
 
 
 def after_loading(noise: list[RowNoise], scale: float, noisy: bool) -> None:
@@ -166,7 +220,8 @@ class SliceEngine(harness.EngineHarness):
         self.noise: list[RowNoise] = []
         if kv_sets:
             share_kv(kv_sets)
-        shape_steps((9, 17))
+        self.not_captured: list[str] = []
+        shape_steps((9, 17), self.not_captured)
         after_loading(self.noise, scale, noisy)
         cuda = {
             "attention_backend": "overstory",

@@ -15,34 +15,30 @@ POLICIES = {1: "plain", 8: "chain", 9: "tree-8", 17: "tree-16", 33: "tree-32"}
 
 
 class Cell(NamedTuple):
-    """A batch and its context; all of its rows are measured together, in one profile."""
+    """A batch and its context; all of its rows are measured together, in one profile if at all."""
 
     batch: int
     context: int
     rows: tuple[int, ...]
     backend: str
+    profiled: bool = True
 
 
-_FIRST = (9, 33, 17, CHAIN_ROWS, 1)
+_OTHERS = (33, 17, 1, CHAIN_ROWS)
 
 
 def grid() -> list[Cell]:
-    """The issue's points: the long contexts of one request first, then Triton's, then the rest."""
-    ours = [Cell(b, c, _FIRST, "overstory") for b, c in ((1, 65536), (1, 200_000))]
+    """The issue's points: one request's contexts, before any profile and by stage, then Triton's.
+
+    What is left of Triton's comes last.
+    """
+    lengths = (65536, 200_000, 8192, 1024)
+    ours = [Cell(1, c, (9,), "overstory", profiled=False) for c in lengths]
+    ours += [Cell(1, c, (9,), "overstory") for c in lengths]
     ours.append(Cell(1, 65536, (9,), "triton"))
-    order = (
-        (1, 8192),
-        (4, 65536),
-        (1, 1024),
-        (4, 8192),
-        (16, 8192),
-        (4, 1024),
-        (16, 1024),
-        (4, 200_000),
-        (16, 65536),
-        (16, 200_000),
-    )
-    ours += [Cell(b, c, _FIRST, "overstory") for b, c in order]
+    ours += [Cell(1, c, _OTHERS, "overstory") for c in lengths]
+    order = [(b, c) for c in (65536, 8192, 1024, 200_000) for b in (4, 16)]
+    ours += [Cell(b, c, (9, *_OTHERS), "overstory") for b, c in order]
     triton = ((1, 8192), (1, 1024), (4, 8192), (4, 1024), (1, 200_000), (4, 65536), (4, 200_000))
     return ours + [Cell(b, c, (9,), "triton") for b, c in triton]
 

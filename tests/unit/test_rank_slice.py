@@ -155,9 +155,10 @@ def test_the_grid_has_the_points_asked_for_in_order_of_worth() -> None:
     assert asked <= ours
     triton = {(c.batch, c.context) for c in cells if c.backend == "triton"}
     assert triton == {(b, c) for b in (1, 4) for c in (1024, 8192, 65536, 200_000)}
-    assert [c.context for c in cells[:2]] == [65536, 200_000]
-    assert cells[2] == Cell(1, 65536, (9,), "triton")
-    assert cells[0].rows[0] == 9
+    assert [c.context for c in cells[:4]] == [65536, 200_000, 8192, 1024]
+    assert all(c.rows == (9,) for c in cells[:9])
+    assert not any(c.profiled for c in cells[:4])
+    assert cells[8] == Cell(1, 65536, (9,), "triton")
 
 
 def test_rows_are_those_of_their_policies() -> None:
