@@ -91,6 +91,7 @@ class StepGate:
         self._changed = threading.Condition()
         self._wake_line = WakeLine()
         self._offers = 0
+        self._reports_at: list[int] = []  # batches at which those in `await_due` return
         self._iterations = 0
         self._launched = 0
         self._idle_s = 0.0
@@ -116,7 +117,9 @@ class StepGate:
                 self._launched = launched
                 boundary = self._ledger.boundary(launched, busy)
                 begins += [LeaseBegins(lease, launched) for lease in boundary.begins]
-                self._changed.notify_all()
+                # Not at every step: who wakes for nothing takes the interpreter's lock meanwhile.
+                if self._report_due():
+                    self._changed.notify_all()
                 if boundary.go or begins:
                     return begins
                 self._wait_for_lease(boundary.wait_s)
@@ -170,15 +173,15 @@ class StepGate:
         deadline = self._clock() + timeout_s
         with self._changed:
             offers = self._offers
-            while True:
-                if self._ledger.due_next(self._launched) or self._launched - seen >= every:
-                    return
-                if self._offers != offers:
-                    return
-                left = deadline - self._clock()
-                if left <= 0:
-                    return
-                self._changed.wait(left)
+            self._reports_at.append(seen + every)
+            try:
+                while not self._report_due() and self._offers == offers:
+                    left = deadline - self._clock()
+                    if left <= 0:
+                        return
+                    self._changed.wait(left)
+            finally:
+                self._reports_at.remove(seen + every)
 
     def view(self) -> LeaseView:
         """The ledger as rank 0 sees it; meaningless on other ranks."""
@@ -216,6 +219,13 @@ class StepGate:
         begun = self._clock()
         self._changed.wait(None if math.isinf(wait_s) else wait_s)
         self._lease_wait_s += self._clock() - begun
+
+    def _report_due(self) -> bool:
+        """Holds the lock: whether somebody who waits for a reason to report has one."""
+        waited = bool(self._reports_at)
+        return waited and (
+            self._launched >= min(self._reports_at) or self._ledger.due_next(self._launched)
+        )
 
     def _notify(self) -> None:
         """Holds the lock: wakes the loop, wherever it waits."""
