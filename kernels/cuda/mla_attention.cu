@@ -48,8 +48,8 @@ int launch_attention(const Args& args, void* stream) {
   constexpr int kStages = stages_for(kTiles);
   constexpr int kBytes = Layout<kTiles, kStages>::kBytes;
   if (int error = raise_shared_limit<attention<kTiles, kStages>>(kBytes)) return error;
-  return launch(attention<kTiles, kStages>, dim3(args.blocks), kThreads, kBytes, stream,
-                args);
+  return launch_dependent(attention<kTiles, kStages>, dim3(args.blocks), kThreads, kBytes, stream,
+                          args);
 }
 
 template <int kTiles>

@@ -5,8 +5,8 @@
 //   outputs  O^T [values, rows] += V^T [512, keys] P^T [keys, rows],   V = K[:, :512]
 // So no row is padded beyond 8, Q and O live in registers, and shared memory holds keys alone,
 // which serve both products. Warp w multiplies scores over the columns [144 (w & 3), +144) for one
-// half of the tiles (of an odd one each half takes a part of the columns), and owns the output
-// columns [64 w, +64) of all tiles.
+// half of the tiles (the first half takes an odd one too), and owns the output columns [64 w, +64) of
+// all tiles.
 #pragma once
 
 #include "mla_keys.cuh"
@@ -25,10 +25,10 @@ __device__ __forceinline__ float natural_lse(float m, float l) {
   return l == 0.0f ? kMinusInfinity : (m + log2f(l)) * 0.693147180559945f;
 }
 
-// Which tail rows each token of the row tile sees, one 64-bit word each.
+// Which tail rows each token of the row tile sees, one 64-bit word each, kRowBytes apart.
 template <int kTiles>
 __device__ __forceinline__ void load_visible(const Args& args, const Piece& piece, int thread,
-                                             uint64_t* visible) {
+                                             char* visible) {
   const int lane = thread & 31;
   const int tail = piece.keys - piece.prefix;
   const int first = piece.first_row >> args.heads_shift;
@@ -47,19 +47,20 @@ __device__ __forceinline__ void load_visible(const Args& args, const Piece& piec
     } else if (args.mask_mode == kMaskCausal) {
       word >>= kMaxTail - 1 - token;
     }
-    if (lane == 0) visible[token - first] = word;
+    if (lane == 0) *reinterpret_cast<uint64_t*>(visible + (token - first) * kRowBytes) = word;
   }
 }
 
 template <int kTiles, int kStages>
 struct Block {
   using L = Layout<kTiles, kStages>;
+  using Copy = KeyCopy<L::kCopiers>;
   char* shared;
   int own_warp;                                // ptx::warp(), known to be the same in all lanes
   float o[kTiles][4][4];                   // O^T fragments: 4 blocks of 16 columns
   uint32_t q[kStepsQK][L::kPairs + 1][2];  // Q^T fragments, the odd tile's last
   float4 state;                            // of the tile `own_tile`
-  float2 odd_state;                        // of the row `warp` of the odd tile
+  float2 odd_state;                        // of a row of the odd tile
   float4 own_part;                         // of the scores of the tile `own_tile`
 
   __device__ __forceinline__ static int thread() {
@@ -76,17 +77,26 @@ struct Block {
 
   __device__ __forceinline__ Piece& piece() const { return *at<Piece>(L::kPiece); }
   __device__ __forceinline__ int half() const { return warp() >> 2; }
-  // The tile whose maxima and sums this warp keeps, if it has one. Of the odd tile it keeps those of
-  // row `warp`.
+  // The tile whose maxima and sums this warp keeps, if it has one. Of the odd tile each warp of the
+  // first half keeps those of two rows.
   __device__ __forceinline__ int own_tile() const { return half() * L::kPairs + (warp() & 3); }
   __device__ __forceinline__ bool has_tile() const { return (warp() & 3) < L::kPairs; }
+  __device__ __forceinline__ bool has_odd() const { return L::kOdd && half() == 0; }
+  __device__ __forceinline__ int odd_row() const { return (warp() & 3) * 2 + (lane() >> 4); }
 
-  // Places of queries in shared memory: 0.. of the odd tile, or -1 for those in registers.
-  __device__ __forceinline__ static constexpr int place_of(int step, int j) {
-    if (!L::kFull) return -1;
-    if (j == L::kPairs) return step;
-    const int spared = step - (kStepsQK - L::kSpared);
-    return j == L::kPairs - 1 && spared >= 0 ? kStepsOdd + spared : -1;
+  // Queries that registers do not hold, each thread's its own.
+  __device__ __forceinline__ static constexpr bool is_spared(int step, int j) {
+    return j == L::kPairs - 1 && step >= kStepsQK - L::kSpared;
+  }
+  __device__ __forceinline__ uint2* spared(int step) const {
+    return at<uint2>(L::kQueries) + (step - (kStepsQK - L::kSpared)) * kThreads + thread();
+  }
+
+  __device__ __forceinline__ static constexpr bool is_half_spared(int step, int j) {
+    return L::kSparedHalf && j == L::kPairs - 1 && step == kStepsQK - L::kSpared - 1;
+  }
+  __device__ __forceinline__ uint32_t* half_spared() const {
+    return at<uint32_t>(L::kHalfQueries) + thread();
   }
 
   // A warp's j-th tile of its half: that which it owns, if it does, is the first.
@@ -95,18 +105,16 @@ struct Block {
     return L::kPairs == 4 ? tile & 3 : tile % (L::kPairs > 0 ? L::kPairs : 1);
   }
 
-  // Bytes from this warp's first column to those of a step. The halves take the steps in an order
-  // of their own, so that the first five are those in which they multiply the odd tile.
+  // Bytes from a key's or query's first column to this warp's of a step.
   __device__ __forceinline__ int column_of(int step) const {
-    return (warp() & 3) * 288 + step * 32 +
-           half() * (step < kStepsQK - kStepsOdd ? kStepsOdd : kStepsOdd - kStepsQK) * 32;
+    return (warp() & 3) * 288 + step * 32;
   }
 
   // ---- queries: by copies to shared memory, where keys will be, and from there as fragments
 
   __device__ __forceinline__ static char* query_row(char* shared, int row) {
-    return L::kFull && row >= 64 ? shared + L::kMaxima + (row - 64) * kRowBytes
-                                 : shared + L::kStaged + row * kRowBytes;
+    return shared + (row < L::kStagedRows ? L::kStaged + row * kRowBytes
+                                          : L::kOddQueries + (row - L::kStagedRows) * kRowBytes);
   }
 
   // Rows of tokens that there are not become zeros.
@@ -143,41 +151,43 @@ struct Block {
     }
   }
 
+  __device__ __forceinline__ void load_odd_queries(int step, uint32_t (&odd)[2]) const {
+    uint32_t none[2];
+    load_queries(kTiles - 1, step, false, odd, none);
+  }
+
   __device__ __forceinline__ void load_queries() {
     uint32_t none[2];
     OVERSTORY_UNROLL
     for (int j = 0; j <= L::kPairs; ++j) {
       const bool odd = j == L::kPairs;
-      if (odd && !L::kOdd) continue;
+      if (odd && (L::kOddSpared || !has_odd())) continue;
       const int tile = odd ? kTiles - 1 : half() * L::kPairs + tile_of(j);
       OVERSTORY_UNROLL
-      for (int step = 0; step < (odd ? kStepsOdd : kStepsQK); step += 2) {
-        const bool two = step + 1 < (odd ? kStepsOdd : kStepsQK);
+      for (int step = 0; step < kStepsQK; step += 2) {
+        const bool two = step + 1 < kStepsQK;
         load_queries(tile, step, two, q[step][j], two ? q[step + 1][j] : none);
       }
     }
-    // Nine steps: the second half has none for its fifth.
-    if (L::kOdd && half() != 0) q[kStepsOdd - 1][L::kPairs][0] = q[kStepsOdd - 1][L::kPairs][1] = 0;
   }
 
-  // Those that registers do not hold; each thread reads its own.
   __device__ __forceinline__ void spare_queries() const {
     OVERSTORY_UNROLL
-    for (int j = 0; j <= L::kPairs; ++j) {
-      OVERSTORY_UNROLL
-      for (int step = 0; step < (j < L::kPairs ? kStepsQK : kStepsOdd); ++step) {
-        if (place_of(step, j) < 0) continue;
-        at<uint2>(L::kQueries)[place_of(step, j) * kThreads + thread()] =
-            make_uint2(q[step][j][0], q[step][j][1]);
-      }
+    for (int step = kStepsQK - L::kSpared; step < kStepsQK; ++step) {
+      const uint32_t(&own)[2] = q[step][L::kPairs - 1];
+      *spared(step) = make_uint2(own[0], own[1]);
     }
+    if (L::kSparedHalf) *half_spared() = q[kStepsQK - L::kSpared - 1][L::kPairs - 1][1];
   }
 
   __device__ __forceinline__ void multiply_keys(float (&s)[4], const uint32_t (&a)[4], int step,
                                                 int j) const {
-    if (place_of(step, j) >= 0) {
-      const uint2 pairs = at<uint2>(L::kQueries)[place_of(step, j) * kThreads + thread()];
+    if (is_spared(step, j)) {
+      const uint2 pairs = *spared(step);
       const uint32_t b[2] = {pairs.x, pairs.y};
+      ptx::mma_bf16_m16n8k16(s, a, b);
+    } else if (is_half_spared(step, j)) {
+      const uint32_t b[2] = {q[step][j][0], *half_spared()};
       ptx::mma_bf16_m16n8k16(s, a, b);
     } else {
       ptx::mma_bf16_m16n8k16(s, a, q[step][j]);
@@ -200,8 +210,9 @@ struct Block {
   }
 
   // This warp's part of the scores of its half's tiles and of the odd tile, to shared memory.
-  __device__ __forceinline__ void multiply_scores(const char* keys) {
-    constexpr int kSteps = L::kPairs > 0 ? kStepsQK : kStepsOdd;
+  // Pieces of `copy` go between, since one after another they wait for the memory pipe.
+  __device__ __forceinline__ void multiply_scores(const char* keys, const Copy& copy) {
+    if (L::kPairs == 0 && !has_odd()) return;
     float s[L::kPairs + 1][4], other[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     OVERSTORY_UNROLL
     for (int j = 0; j <= L::kPairs; ++j) {
@@ -209,18 +220,26 @@ struct Block {
       for (int e = 0; e < 4; ++e) s[j][e] = 0.0f;
     }
     const char* from = keys + (lane() & 15) * kRowBytes + (lane() >> 4) * 16;
-    uint32_t a[2][4];
+    uint32_t a[2][4], odd[2][2];
     ptx::ldmatrix_x4(a[0], from + column_of(0));
+    if (L::kOddSpared && has_odd()) load_odd_queries(0, odd[0]);
     OVERSTORY_UNROLL
-    for (int step = 0; step < kSteps; ++step) {
+    for (int step = 0; step < kStepsQK; ++step) {
       // The next keys are on their way while these are multiplied: no other warp hides the wait.
-      if (step + 1 < kSteps) ptx::ldmatrix_x4(a[(step + 1) % 2], from + column_of(step + 1));
+      if (step + 1 < kStepsQK) {
+        ptx::ldmatrix_x4(a[(step + 1) % 2], from + column_of(step + 1));
+        if (L::kOddSpared && has_odd()) load_odd_queries(step + 1, odd[(step + 1) % 2]);
+      }
       OVERSTORY_UNROLL
       for (int j = 0; j < L::kPairs; ++j) multiply_keys(s[j], a[step % 2], step, j);
-      if (L::kOdd && step < kStepsOdd) {
+      if (L::kSpread && step * Copy::kPieces % kStepsQK < Copy::kPieces) {
+        copy.issue(step * Copy::kPieces / kStepsQK, thread());
+      }
+      if (has_odd()) {
         // On its own, one chain of products would wait on itself: two, added below.
         const bool second = L::kPairs == 0 && step % 2 != 0;
-        multiply_keys(second ? other : s[L::kPairs], a[step % 2], step, L::kPairs);
+        ptx::mma_bf16_m16n8k16(second ? other : s[L::kPairs], a[step % 2],
+                               L::kOddSpared ? odd[step % 2] : q[step][L::kPairs]);
       }
     }
     float4* to = at<float4>(L::kScores) + lane();
@@ -236,7 +255,7 @@ struct Block {
       const int place = L::kPairs == 4 ? j - 1 : columns > tile ? columns - 1 : columns;
       to[((half() * L::kPairs + tile) * L::kParts + place) * 32] = part;
     }
-    if (L::kOdd) {
+    if (has_odd()) {
       const float* last = s[L::kPairs];
       const int g = lane() >> 2, t = lane() & 3;
       at<float4>(L::kScores)[L::kPairs * 2 * L::kParts * 32 + warp() * 32 + odd_place(g, t)] =
@@ -245,44 +264,33 @@ struct Block {
                                       last[3] + other[3]);
     }
   }
-  // Of keys g and g + 8 and rows 2t and 2t + 1 in a part of the odd tile: few bank conflicts in
+  // Of keys g and g + 8 and rows 2t and 2t + 1 in a part of the odd tile: no bank conflicts in
   // either order.
-  __device__ __forceinline__ static int odd_place(int g, int t) { return t * 8 + (g ^ t); }
+  __device__ __forceinline__ static int odd_place(int g, int t) {
+    return t * 8 + ((g + 2 * t) & 7);
+  }
 
   // ---- weights 2^(score - maximum), to shared memory in bf16; maxima and sums go on
 
   // Of a tile: this lane has keys g and g + 8, rows 2t and 2t + 1 (g = lane / 4, t = lane % 4).
-  struct Scores {
-    float4 s;
-    float top[2];
-  };
-  __device__ __forceinline__ void add_parts(Scores& own) const {
+  __device__ __forceinline__ float4 add_parts() const {
     const float4* from = at<float4>(L::kScores) + own_tile() * L::kParts * 32 + lane();
-    own.s = own_part;
+    float4 s = own_part;
     OVERSTORY_UNROLL
     for (int part = 0; part < L::kParts; ++part) {
       const float4 more = from[part * 32];
-      own.s.x += more.x, own.s.y += more.y, own.s.z += more.z, own.s.w += more.w;
+      s.x += more.x, s.y += more.y, s.z += more.z, s.w += more.w;
     }
-  }
-  __device__ __forceinline__ void begin_maxima(Scores& own) const {
-    own.top[0] = fmaxf(own.s.x, own.s.z), own.top[1] = fmaxf(own.s.y, own.s.w);
-    find_maxima<4>(own);
-  }
-  template <int kStep>
-  __device__ __forceinline__ static void find_maxima(Scores& own) {
-    own.top[0] = fmaxf(own.top[0], ptx::shfl_xor(own.top[0], kStep));
-    own.top[1] = fmaxf(own.top[1], ptx::shfl_xor(own.top[1], kStep));
+    return s;
   }
 
   // A row's maximum and what this lane has of its sum, for a granule whose scores reach `top`.
   struct Row {
     float m, l, factor;
-    bool moves;
+    __device__ __forceinline__ bool moves(float top) const { return top > m + kSlack; }
+    // `top`: of all keys of the granule.
     __device__ __forceinline__ void see(float top) {
-      moves = top > m + kSlack;
-      factor = 1.0f;
-      if (!moves) return;
+      if (!moves(top)) return;
       factor = ptx::exp2_fast(m - top);
       m = top;
       l *= factor;
@@ -291,25 +299,31 @@ struct Block {
     __device__ __forceinline__ float base() const { return m == kMinusInfinity ? 0.0f : m; }
   };
 
-  __device__ __forceinline__ void weigh(const Args& args, int parity, const Scores& own) {
+  __device__ __forceinline__ void weigh(const Args& args, int parity, const float4& s) {
     const int tile = own_tile();
     const float4 before = load_state();
-    Row row[2] = {{before.x, before.z, 1.0f, false}, {before.y, before.w, 1.0f, false}};
-    OVERSTORY_UNROLL
-    for (int c = 0; c < 2; ++c) row[c].see(own.top[c] * args.scale_log2);
+    Row row[2] = {{before.x, before.z, 1.0f}, {before.y, before.w, 1.0f}};
+    float top[2] = {fmaxf(s.x, s.z) * args.scale_log2, fmaxf(s.y, s.w) * args.scale_log2};
+    // Seldom: only then do the lanes look for the highest of all keys.
+    const bool moved = ptx::any(row[0].moves(top[0]) || row[1].moves(top[1]));
+    if (moved) {
+      OVERSTORY_UNROLL
+      for (int c = 0; c < 2; ++c) {
+        OVERSTORY_UNROLL
+        for (int step = 4; step < 32; step *= 2) top[c] = fmaxf(top[c], ptx::shfl_xor(top[c], step));
+        row[c].see(top[c]);
+      }
+    }
     const float base[2] = {row[0].base(), row[1].base()};
-    const uint32_t near =
-        ptx::pack_bf16x2(ptx::exp2_fast(fmaf(own.s.x, args.scale_log2, -base[0])),
-                         ptx::exp2_fast(fmaf(own.s.y, args.scale_log2, -base[1])));
-    const uint32_t far =
-        ptx::pack_bf16x2(ptx::exp2_fast(fmaf(own.s.z, args.scale_log2, -base[0])),
-                         ptx::exp2_fast(fmaf(own.s.w, args.scale_log2, -base[1])));
+    const uint32_t near = ptx::pack_bf16x2(ptx::exp2_fast(fmaf(s.x, args.scale_log2, -base[0])),
+                                           ptx::exp2_fast(fmaf(s.y, args.scale_log2, -base[1])));
+    const uint32_t far = ptx::pack_bf16x2(ptx::exp2_fast(fmaf(s.z, args.scale_log2, -base[0])),
+                                          ptx::exp2_fast(fmaf(s.w, args.scale_log2, -base[1])));
     uint32_t* to = at<uint32_t>(L::kWeights + parity * L::kWeightBytes) + tile * 64 + lane();
     to[0] = near;
     to[32] = far;
-    const bool moved = ptx::any(row[0].moves || row[1].moves);
     if (lane() == 0) at<uint8_t>(L::kMoved)[parity * 16 + tile] = moved ? 1 : 0;
-    if (lane() < 4) {
+    if (moved && lane() < 4) {
       at<float2>(L::kScaling)[(parity * kTiles + tile) * 4 + lane()] =
           make_float2(row[0].factor, row[1].factor);
     }
@@ -320,44 +334,44 @@ struct Block {
     store_state(m, l);
   }
 
-  // Of the odd tile each warp has the row of its number: a lane the key lane % 16, of which the lower
-  // lanes add four parts and the upper ones the others.
+  // Of the odd tile a lane has the row `odd_row` and the key lane % 16.
   __device__ __forceinline__ float add_odd_parts() const {
-    const int row = warp(), key = lane() & 15;
+    const int key = lane() & 15;
     const float* from = at<float>(L::kScores + L::kPairs * 2 * L::kParts * kFragmentBytes) +
-                        (lane() >> 4) * 4 * 128 + odd_place(key & 7, row >> 1) * 4 +
-                        (key >> 3) * 2 + (row & 1);
+                        odd_place(key & 7, warp() & 3) * 4 + (key >> 3) * 2 + (lane() >> 4);
     return (from[0] + from[128]) + (from[256] + from[384]);
   }
-  __device__ __forceinline__ void weigh_odd(const Args& args, int parity, float score, float top) {
+  __device__ __forceinline__ void weigh_odd(const Args& args, int parity, float score) {
     const float2 before = load_odd_state();
-    Row row{before.x, before.y, 1.0f, false};
-    row.see(top * args.scale_log2);
+    Row row{before.x, before.y, 1.0f};
+    float top = score * args.scale_log2;
+    const bool moved = ptx::any(row.moves(top));
+    if (moved) {
+      OVERSTORY_UNROLL
+      for (int step = 1; step < 16; step *= 2) top = fmaxf(top, ptx::shfl_xor(top, step));
+      row.see(top);
+    }
     const float weight = ptx::exp2_fast(fmaf(score, args.scale_log2, -row.base()));
     const uint16_t rounded = ptx::float_to_bf16(weight);
-    if (lane() < 16) {
-      at<uint16_t>(L::kWeights + parity * L::kWeightBytes)[(kTiles - 1) * 128 + lane() * 8 +
-                                                           warp()] = rounded;
+    at<uint16_t>(L::kWeights + parity * L::kWeightBytes)[(kTiles - 1) * 128 + (lane() & 15) * 8 +
+                                                         odd_row()] = rounded;
+    if (lane() == 0) at<uint8_t>(L::kMoved)[parity * 16 + 8 + warp()] = moved ? 1 : 0;
+    if ((lane() & 15) == 0) {
+      at<float>(L::kScaling)[(parity * kTiles + kTiles - 1) * 8 + odd_row()] = row.factor;
     }
-    if (lane() == 0) {
-      at<uint8_t>(L::kMoved)[parity * 16 + 8 + warp()] = row.moves ? 1 : 0;
-      at<float>(L::kScaling)[(parity * kTiles + kTiles - 1) * 8 + warp()] = row.factor;
-    }
-    const float added = ptx::bf16_to_float(rounded);
-    row.l += added + ptx::shfl_xor(added, 8);
-    store_odd_state(row.m, row.l);
+    store_odd_state(row.m, row.l + ptx::bf16_to_float(rounded));
   }
   __device__ __forceinline__ float2 load_odd_state() const {
     if (!L::kTight) return odd_state;
-    return make_float2(at<float>(L::kOddStates)[warp()],
-                       at<float>(L::kOddStates)[8 + warp() * 8 + (lane() & 7)]);
+    return make_float2(at<float>(L::kOddStates)[odd_row()],
+                       at<float>(L::kOddStates)[8 + (warp() & 3) * 32 + lane()]);
   }
   __device__ __forceinline__ void store_odd_state(float m, float l) {
     odd_state = make_float2(m, l);
     if (!L::kTight) return;
     ptx::sync_warp();  // other lanes have read them
-    if (lane() < 8) at<float>(L::kOddStates)[8 + warp() * 8 + lane()] = l;
-    if (lane() == 0) at<float>(L::kOddStates)[warp()] = m;
+    at<float>(L::kOddStates)[8 + (warp() & 3) * 32 + lane()] = l;
+    if ((lane() & 15) == 0) at<float>(L::kOddStates)[odd_row()] = m;
   }
 
   __device__ __forceinline__ void mask_own(const Args& args, int count, float4& s) const {
@@ -370,13 +384,14 @@ struct Block {
   }
   __device__ __forceinline__ void mask_odd(const Args& args, int count, float& score) const {
     const int first = piece().first_row >> args.heads_shift;
-    const int row = piece().first_row + (kTiles - 1) * 8 + warp();
+    const int row = piece().first_row + (kTiles - 1) * 8 + odd_row();
     float same = score;
     mask_key(count, lane() & 15, seen_by(args, row, first), score, same);
   }
   __device__ __forceinline__ uint64_t seen_by(const Args& args, int row, int first) const {
     const int token = row >> args.heads_shift;
-    return token < piece().tokens ? at<uint64_t>(L::kVisible)[token - first] : 0;
+    if (token >= piece().tokens) return 0;
+    return *at<uint64_t>(L::kVisible + (token - first) * kRowBytes);
   }
   __device__ __forceinline__ void mask_key(int count, int key, uint64_t word,
                                            float& first, float& second) const {
@@ -480,7 +495,7 @@ struct Block {
   __device__ __forceinline__ void clear_states() {
     const float high[2] = {kMinusInfinity, kMinusInfinity}, sum[2] = {0.0f, 0.0f};
     if (has_tile()) store_state(high, sum);
-    if (L::kOdd) store_odd_state(kMinusInfinity, 0.0f);
+    if (has_odd()) store_odd_state(kMinusInfinity, 0.0f);
     if (thread() < 32) at<uint8_t>(L::kMoved)[thread()] = 0;
     // Before the first granule there are values of none: its own ones, times 0.
     for (int i = thread(); i < L::kWeightBytes / 4; i += kThreads) {
@@ -499,70 +514,89 @@ struct Block {
     return stage(static_cast<int>(static_cast<uint32_t>(count) % kStages));
   }
 
-  // Each warp fetches the keys 2w and 2w + 1 of a granule. Its lanes hold where those of 16 granules
-  // are, found eight granules or more ahead: lane / 2 is a granule's number modulo 16.
+  // Each copying warp fetches two (or four) keys of a granule. Its lanes hold where those of 16 (or
+  // 8) granules are, found half as many granules or more ahead.
+  __device__ __forceinline__ bool copies() const { return L::kCopiers == kThreads || half() == 1; }
+  __device__ __forceinline__ int copier() const { return thread() & (L::kCopiers - 1); }
   __device__ __forceinline__ int locate_ahead(const Args& args, int first) const {
-    const int granule = piece().begin + first + (lane() >> 1);
-    const int key = granule * kGranule + warp() * 2 + (lane() & 1);
+    const int granule = piece().begin + first + lane() / L::kCopiedKeys;
+    const int key = granule * kGranule + (warp() & (L::kCopiers / 32 - 1)) * L::kCopiedKeys +
+                    lane() % L::kCopiedKeys;
     return locate_key(args, piece(), key);
   }
-  // Of the key that this lane copies a part of: the lower 16 lanes the first, the others the second.
+  // Of the key that this lane copies a part of.
   __device__ __forceinline__ static int located(int count, int ahead) {
-    return ptx::shfl(ahead, ((count & 15) << 1) | (lane() >> 4));
+    return ptx::shfl(ahead, count % L::kAhead * L::kCopiedKeys + lane() / (32 / L::kCopiedKeys));
   }
 
   // Granule number `count` of the piece, to its stage, which has been free since a barrier.
   __device__ __forceinline__ void fetch(const Args& args, int count, int& ahead) const {
-    load_key(args, stage_of(count), located(count, ahead), thread());
-    if ((count & 7) == 7) {
-      // The lanes of the last eight granules go on to those 16 later.
-      const int first = count + ((count & 8) == 0 ? 9 : 1);
-      if (((lane() >> 4) != 0) == ((count & 8) != 0)) ahead = locate_ahead(args, first);
-    }
+    copy_of(args, count, ahead).issue_all(copier());
+    go_on(args, count, ahead);
+  }
+  __device__ __forceinline__ Copy copy_of(const Args& args, int count, int ahead) const {
+    return Copy(args, stage_of(count), located(count, ahead), copier());
+  }
+  // The lanes of the last granules go on to those `kAhead` later.
+  __device__ __forceinline__ void go_on(const Args& args, int count, int& ahead) const {
+    constexpr int kHalf = L::kAhead / 2;
+    if (count % kHalf != kHalf - 1) return;
+    const bool upper = (count & kHalf) != 0;
+    if ((lane() >= 16) == upper) ahead = locate_ahead(args, count + (upper ? 1 : kHalf + 1));
   }
   __device__ __forceinline__ static void prefetch(const Args& args, int count, int ahead) {
-    const int where = located(count, ahead), line = lane() & 15;
-    if (line < kKeyBytes / 128 && where != kNoKey) {
-      ptx::prefetch_l2(row_of(args, where) + line * 128);
+    constexpr int kLanes = 32 / L::kCopiedKeys;
+    const int where = located(count, ahead);
+    if (where == kNoKey) return;
+    const char* row = row_of(args, where);
+    for (int line = lane() % kLanes; line < kKeyBytes / 128; line += kLanes) {
+      ptx::prefetch_l2(row + line * 128);
     }
   }
 
-  // `count` granules of the piece lie before the one at hand, and `end` is their number in all.
-  __device__ __forceinline__ void fetch_ahead(const Args& args, int count, int end,
-                                              int& ahead) const {
-    if (count < 2) return;  // all stages have been filled already
+  // `count` granules of the piece lie before the one at hand. What is to be copied meanwhile, in the
+  // group of copies that begins with it.
+  __device__ __forceinline__ Copy fetch_ahead(const Args& args, int count, int& ahead) const {
+    if (!copies() || count < 2) return Copy();  // at first all stages have been filled already
     const int next = count + kStages - 2;
-    if (next < end) fetch(args, next, ahead);
-    ptx::cp_async_commit();
+    Copy copy;
+    if (next < counts().all) {
+      copy = copy_of(args, next, ahead);
+      if (!L::kSpread) copy.issue_all(copier());
+      go_on(args, next, ahead);
+    }
+    if (!L::kSpread) ptx::cp_async_commit();
+    return copy;
   }
 
   // The first keys and the queries. Keys go at once to the stages that no query is put in; the
   // others to L2, and from there to their stages as soon as the queries are in registers.
   __device__ __forceinline__ void begin(const Args& args, int count, int& ahead) {
-    ahead = locate_ahead(args, 0);
+    ahead = kNoKey;
+    if (copies()) ahead = locate_ahead(args, 0);
     stage_queries(args);
     OVERSTORY_UNROLL
     for (int i = 0; i < L::kEarly; ++i) {
-      if (i < count) fetch(args, i, ahead);
+      if (copies() && i < count) fetch(args, i, ahead);
       ptx::cp_async_commit();
     }
     OVERSTORY_UNROLL
     for (int i = L::kEarly; i < kStages; ++i) {
-      if (i < count) prefetch(args, i, ahead);
+      if (copies() && i < count) prefetch(args, i, ahead);
     }
     if (piece().end * kGranule > piece().prefix) {
-      load_visible<kTiles>(args, piece(), thread(), at<uint64_t>(L::kVisible));
+      load_visible<kTiles>(args, piece(), thread(), at<char>(L::kVisible));
     }
     ptx::cp_async_wait<L::kEarly>();
     ptx::sync_block();
     load_queries();
     ptx::sync_block();
+    spare_queries();
     OVERSTORY_UNROLL
     for (int i = L::kEarly; i < kStages; ++i) {
-      if (i < count) fetch(args, i, ahead);
+      if (copies() && i < count) fetch(args, i, ahead);
       ptx::cp_async_commit();
     }
-    spare_queries();
     clear_states();
     clear_outputs();
     ptx::cp_async_wait<kStages - 1>();
@@ -571,11 +605,9 @@ struct Block {
 
   // All parts of the scores that this warp adds up are there.
   __device__ __forceinline__ void wait_for_parts() const {
-    if (L::kOdd) {
-      ptx::sync_named(1, kThreads);
-    } else if (half() == 0) {
+    if (half() == 0) {
       ptx::sync_named(1, kThreads / 2);
-    } else {
+    } else if (L::kPairs > 0) {
       ptx::sync_named(2, kThreads / 2);
     }
   }
@@ -589,37 +621,29 @@ struct Block {
   }
 
   // When it begins, granule `count` is in shared memory for all; when it ends, the next one is.
-  template <bool kTail>
-  __device__ __forceinline__ void step(const Args& args, int count, int& ahead) {
-    fetch_ahead(args, count, counts().all, ahead);
-    if (kTail) isolate(count);
+  __device__ __forceinline__ void step(const Args& args, int count, bool tail, int& ahead) {
+    const Copy copy = fetch_ahead(args, count, ahead);
+    if (tail) isolate(count);
     const int parity = count & 1, before = parity ^ 1;
-    multiply_scores(stage_of(count));
+    multiply_scores(stage_of(count), copy);
+    if (L::kSpread && count >= 2) ptx::cp_async_commit();
     Values values;
     const char* keys = stage_of(count > 0 ? count - 1 : 0);
     multiply_values<0>(keys, before, values);
     wait_for_parts();
     const bool owns = L::kPairs == 4 || has_tile();
-    Scores own;
-    float odd = 0.0f, top = 0.0f;
-    if (owns) add_parts(own);
-    if (L::kOdd) odd = add_odd_parts();
+    float4 own = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float odd = 0.0f;
+    if (owns) own = add_parts();
+    if (has_odd()) odd = add_odd_parts();
     multiply_values<1>(keys, before, values);
-    if (L::kOdd) odd += ptx::shfl_xor(odd, 16);
-    if (kTail && owns) mask_own(args, count, own.s);
-    if (kTail && L::kOdd) mask_odd(args, count, odd);
-    if (owns) begin_maxima(own);
-    if (L::kOdd) top = fmaxf(odd, ptx::shfl_xor(odd, 8));
+    if (tail && owns) mask_own(args, count, own);
+    if (tail && has_odd()) mask_odd(args, count, odd);
     multiply_values<2>(keys, before, values);
-    if (owns) find_maxima<8>(own);
-    if (L::kOdd) top = fmaxf(top, ptx::shfl_xor(top, 4));
-    multiply_values<3>(keys, before, values);
-    if (owns) find_maxima<16>(own);
-    if (L::kOdd) top = fmaxf(top, ptx::shfl_xor(top, 2));
-    multiply_values<4>(keys, before, values);
-    if (L::kOdd) top = fmaxf(top, ptx::shfl_xor(top, 1));
     if (owns) weigh(args, parity, own);
-    if (L::kOdd) weigh_odd(args, parity, odd, top);
+    if (has_odd()) weigh_odd(args, parity, odd);
+    multiply_values<3>(keys, before, values);
+    multiply_values<4>(keys, before, values);
     ptx::cp_async_wait<kStages - 3>();
     ptx::sync_block();
   }
@@ -628,8 +652,13 @@ struct Block {
     int ahead;
     begin(args, counts().all, ahead);
     int count = 0;
-    for (; count < counts().plain; ++count) step<false>(args, count, ahead);
-    for (; count < counts().all; ++count) step<true>(args, count, ahead);
+    if (L::kFull) {  // one loop: registers do not suffice for two
+      OVERSTORY_KEEP_LOOP
+      for (; count < counts().all; ++count) step(args, count, count >= counts().plain, ahead);
+    } else {
+      for (; count < counts().plain; ++count) step(args, count, false, ahead);
+      for (; count < counts().all; ++count) step(args, count, true, ahead);
+    }
     Values values;
     const int parity = (count - 1) & 1;
     const char* keys = stage_of(count - 1);
@@ -672,8 +701,8 @@ struct Block {
     const float2 own = load_odd_state();
     float l = own.y;
     OVERSTORY_UNROLL
-    for (int step = 1; step < 8; step *= 2) l += ptx::shfl_xor(l, step);
-    if (lane() == 0) finish_row(args, (kTiles - 1) * 8 + warp(), own.x, l);
+    for (int step = 1; step < 16; step *= 2) l += ptx::shfl_xor(l, step);
+    if ((lane() & 15) == 0) finish_row(args, (kTiles - 1) * 8 + odd_row(), own.x, l);
   }
   __device__ __forceinline__ void finish_row(const Args& args, int row, float m, float l) const {
     if (piece().whole == 0) {
@@ -771,7 +800,7 @@ struct Block {
   __device__ __forceinline__ void finish(const Args& args) {
     ptx::sync_block();  // nobody needs the scaling of the last granule any more
     if (has_tile()) finish_tile(args);
-    if (L::kOdd) finish_odd_row(args);
+    if (has_odd()) finish_odd_row(args);
     if (piece().whole == 0) return write_partial(args);
     ptx::sync_block();
     write_rows(args);
@@ -811,6 +840,7 @@ __device__ __forceinline__ void make_piece(const Args& args, int tiles, int unit
 
 template <int kTiles, int kStages>
 __global__ void __launch_bounds__(kThreads, kTiles <= 3 ? 2 : 1) attention(const Args args) {
+  ptx::pdl_wait();  // before the combining kernel may start, which reads lengths without waiting
   ptx::pdl_launch_dependents();
   int total = 0, ignored = 0;
   find_place<By::unit>(args, kTiles, -1, total, ignored);

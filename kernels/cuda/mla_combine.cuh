@@ -183,7 +183,8 @@ __device__ __forceinline__ void clear_unowned(const Args& args, int tile) {
 // Grid: x over the tiles of all requests and then of unowned rows, y over column blocks. `tiles`:
 // of an item, as the attention kernel had it.
 __global__ void __launch_bounds__(kThreads) combine(const Args args, int tiles) {
-  // Lengths were there before the attention kernel began, which was an ordinary launch.
+  ptx::pdl_launch_dependents();
+  // Lengths were there before the attention kernel let this one begin.
   int total_units = 0, total_tiles = 0, ignored = 0;
   find_place<By::tile>(args, tiles, -1, total_units, total_tiles);
   const Place place = find_place<By::tile>(args, tiles, ptx::block(), ignored, ignored);

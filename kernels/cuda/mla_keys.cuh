@@ -48,20 +48,36 @@ __device__ __forceinline__ const char* row_of(const Args& args, int where) {
          static_cast<uint64_t>(static_cast<uint32_t>(kDenseTail - where)) * args.tail_row_bytes;
 }
 
-constexpr int kKeyBytes = 2 * kWidth;
+// This thread's part of a granule, by copies of `kCopiers` threads; zeros where there is no key.
+// `thread`: of the copiers; `where`: of the granule's key thread / (kCopiers / 16).
+template <int kCopiers>
+struct KeyCopy {
+  static constexpr int kLanes = kCopiers / kGranule;  // of a key
+  static constexpr int kStride = 16 * kLanes;
+  static constexpr int kPieces = (kKeyBytes + kStride - 1) / kStride;
+  const char* from;
+  char* to;
+  bool valid;
 
-// This thread's part (16 threads a key) of a granule, by copies of all threads; zeros where there is
-// no key. `where`: of the key granule * 16 + thread / 16.
-__device__ __forceinline__ void load_key(const Args& args, char* stage, int where, int thread) {
-  const int part = thread & 15;
-  const bool valid = where != kNoKey;
-  const char* row = valid ? row_of(args, where) : static_cast<const char*>(args.kv);
-  char* to = stage + (thread >> 4) * kRowBytes + part * 16;
-  row += part * 16;
-  OVERSTORY_UNROLL
-  for (int i = 0; i < 4; ++i) ptx::cp_async_16(to + i * 256, row + i * 256, valid);
-  if (part < 8) ptx::cp_async_16(to + 1024, row + 1024, valid);
-}
+  __device__ __forceinline__ KeyCopy(const Args& args, char* stage, int where, int thread)
+      : from(static_cast<const char*>(args.kv) + thread % kLanes * 16),
+        to(stage + thread / kLanes * kRowBytes + thread % kLanes * 16),
+        valid(where != kNoKey) {
+    if (valid) from = row_of(args, where) + thread % kLanes * 16;
+  }
+  __device__ __forceinline__ KeyCopy() : from(nullptr), to(nullptr), valid(false) {}
+  // Where the last pieces are not enough for all lanes, the first ones take them.
+  __device__ __forceinline__ void issue(int i, int thread) const {
+    if (to == nullptr) return;  // no granule
+    if ((i + 1) * kStride <= kKeyBytes || i * kStride + thread % kLanes * 16 < kKeyBytes) {
+      ptx::cp_async_16(to + i * kStride, from + i * kStride, valid);
+    }
+  }
+  __device__ __forceinline__ void issue_all(int thread) const {
+    OVERSTORY_UNROLL
+    for (int i = 0; i < kPieces; ++i) issue(i, thread);
+  }
+};
 
 // Not 0 if one of two bf16 is an infinity or NaN: one more in the exponent reaches the sign.
 __device__ __forceinline__ uint32_t not_finite(uint32_t pair) {
