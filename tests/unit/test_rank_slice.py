@@ -10,6 +10,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 
+from slice_bench import keep_launches, read_launches
 from slice_config import published, rank_drafter, rank_target, toy, write_pair
 from slice_points import POLICIES, ROWS, Cell, grid, slots
 from slice_policy import CHAIN_MEANS, judge, tokens_of
@@ -22,6 +23,7 @@ from slice_stages import (
     stage_times,
     stages_of,
 )
+from slice_tables import exchanges_us, merged, steps
 
 from overstory.workers.tree_policy import TreePolicy
 
@@ -196,3 +198,28 @@ def test_tokens_grow_with_rows() -> None:
     assert tokens[1] == 1
     assert tokens[8] == 4.5 < tokens[9] < tokens[17] < tokens[33]
     assert tokens[33] == pytest.approx(4.5 * 1.205)
+
+
+def test_launches_are_kept_for_another_cut(tmp_path: Path) -> None:
+    step = [*LAYER, *END, *COMMIT]
+    run = [k for i in range(2) for k in launches(*step, start=500 + i * 9000.0)]
+    keep_launches(tmp_path / "kept.json.gz", run, (9,), 2)
+    rows, count, found = read_launches(tmp_path / "kept.json.gz")
+    assert (rows, count) == ([9], 2)
+    assert [k.name for k in found] == [k.name for k in run]
+    parts = split_steps(found, count)
+    assert stage_times(parts[1])["attention"] == pytest.approx(
+        stage_times(run[-len(step) :])["attention"]
+    )
+
+
+def test_tables_keep_the_shortest_step_and_its_stages() -> None:
+    where = {"backend": "overstory", "batch": 1, "context": 1024, "rows": 9}
+    stages = dict.fromkeys((*STAGES, "pauses"), 1000.0) | {"span": 8000.0}
+    again = where | {"step_us": 12_000, "stages_us": stages}
+    points = merged([where | {"step_us": 10_000}, again])
+    assert points == [where | {"step_us": 10_000, "stages_us": stages}]
+    line = steps(points)[2]
+    assert "| 10.00 |" in line
+    assert "| 2.00 | 10% |" in line
+    assert 0 < exchanges_us(1, 9) < exchanges_us(4, 33)
