@@ -99,6 +99,29 @@ __device__ inline float element_at(const uint4& raw, int i) {
   }
 }
 
+/// Of two pairs of logits; NaN where there is one.
+__device__ inline std::uint32_t higher_pair(Bf16, std::uint32_t a, std::uint32_t b) {
+  return ptx::max_nan_bf16x2(a, b);
+}
+__device__ inline std::uint32_t higher_pair(F16, std::uint32_t a, std::uint32_t b) {
+  return ptx::max_nan_f16x2(a, b);
+}
+
+/// The highest of 16 bytes of logits, NaN where there is one. Two to an instruction where they are
+/// halves of a word.
+template <typename T>
+__device__ inline float highest_in(const uint4& raw) {
+  if constexpr (sizeof(T) == 4) {
+    return ptx::max_nan(ptx::max_nan(element_of<T>(raw, 0), element_of<T>(raw, 1)),
+                        ptx::max_nan(element_of<T>(raw, 2), element_of<T>(raw, 3)));
+  } else {
+    const std::uint32_t pair =
+        higher_pair(T{}, higher_pair(T{}, raw.x, raw.y), higher_pair(T{}, raw.z, raw.w));
+    const uint4 both = make_uint4(pair, 0, 0, 0);
+    return ptx::max_nan(element_of<T>(both, 0), element_of<T>(both, 1));
+  }
+}
+
 /// One warp's segment of a row in registers, or `Columns` of it. Columns from the row's end on read
 /// as -inf.
 template <typename T, int Columns = kSegment>
@@ -126,6 +149,7 @@ struct Segment {
   }
 
   __device__ float at(int load, int i) const { return element_of<T>(raw[load], i); }
+  __device__ float highest(int load) const { return highest_in<T>(raw[load]); }
 
  private:
   static __device__ std::uint32_t bits_at(const T* row, int column, int end) {

@@ -226,6 +226,17 @@ OVERSTORY_DEVICE float max_nan(float a, float b) {
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
   return result;
 }
+/// Of two pairs; a positive NaN where there is one.
+OVERSTORY_DEVICE std::uint32_t max_nan_bf16x2(std::uint32_t a, std::uint32_t b) {
+  std::uint32_t result;
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+OVERSTORY_DEVICE std::uint32_t max_nan_f16x2(std::uint32_t a, std::uint32_t b) {
+  std::uint32_t result;
+  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
 /// Upper 64 bits of the product.
 OVERSTORY_DEVICE std::uint64_t multiply_high(std::uint64_t a, std::uint64_t b) {
   return __umul64hi(a, b);

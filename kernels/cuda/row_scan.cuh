@@ -106,10 +106,7 @@ __device__ SegmentScan scan_segment(const Segment<T>& segment, const Scaling& sc
     float highest = -kInfinity;
 #pragma unroll
     for (int i = 0; i < kGroupLoads; ++i) {
-#pragma unroll
-      for (int j = 0; j < Segment<T>::kPerLoad; ++j) {
-        highest = ptx::max_nan(highest, segment.at(group * kGroupLoads + i, j));
-      }
+      highest = ptx::max_nan(highest, segment.highest(group * kGroupLoads + i));
     }
     scan.groups[group] = warp_highest(highest);
   }

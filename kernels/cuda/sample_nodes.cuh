@@ -44,11 +44,7 @@ template <typename T>
 __device__ void scan_greedy(const Segment<T>& segment, int first, GreedyBest& best) {
 #pragma unroll
   for (int i = 0; i < Segment<T>::kLoads; ++i) {
-    float highest = segment.at(i, 0);
-#pragma unroll
-    for (int j = 1; j < Segment<T>::kPerLoad; ++j) {
-      highest = ptx::max_nan(highest, segment.at(i, j));
-    }
+    const float highest = segment.highest(i);
     if (highest > best.logit) best.column = Segment<T>::column(first, i, ptx::lane());
     best.logit = ptx::max_nan(best.logit, highest);
   }

@@ -350,6 +350,32 @@ inline std::uint32_t pack_bf16x2(float low, float high) {
   return float_to_bf16(low) | static_cast<std::uint32_t>(float_to_bf16(high)) << 16;
 }
 
+namespace detail {
+
+/// Of the halves of two words as `to_float` reads them.
+template <typename ToFloat>
+std::uint32_t max_of_halves(std::uint32_t a, std::uint32_t b, ToFloat to_float) {
+  std::uint32_t result = 0;
+  for (int shift = 0; shift < 32; shift += 16) {
+    const auto x = static_cast<std::uint16_t>(a >> shift);
+    const auto y = static_cast<std::uint16_t>(b >> shift);
+    const float first = to_float(x), second = to_float(y);
+    const bool nan = std::isnan(first) || std::isnan(second);
+    const std::uint32_t half = nan ? 0x7FFFu : first > second ? x : y;
+    result |= half << shift;
+  }
+  return result;
+}
+
+}  // namespace detail
+
+inline std::uint32_t max_nan_bf16x2(std::uint32_t a, std::uint32_t b) {
+  return detail::max_of_halves(a, b, bf16_to_float);
+}
+inline std::uint32_t max_nan_f16x2(std::uint32_t a, std::uint32_t b) {
+  return detail::max_of_halves(a, b, f16_to_float);
+}
+
 inline float e4m3_to_float(std::uint8_t bits) {
   const int exponent = bits >> 3 & 15, mantissa = bits & 7;
   float value;
