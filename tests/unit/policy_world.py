@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -55,6 +56,8 @@ class World:
     Attributes:
         quality: share of the drafter's chances that are true; 0 is a drafter of another model.
         truth: by option, what a step takes, in times of what the table says.
+        beside: of a host that works beside the device, what a step takes where the table says so
+            much; the policy then sees periods.
     """
 
     quality: float
@@ -62,6 +65,7 @@ class World:
     microseconds: int = 0
     tokens: int = 0
     truth: tuple[float, ...] = (1.0,) * len(OPTIONS)
+    beside: Callable[[int], int] | None = None
     used: dict[str, int] = field(default_factory=dict)
 
     def walk(self, option: int) -> Walk | None:
@@ -107,7 +111,12 @@ def run(
         decisions.append(decision)
         expected = table.cost(decision.option, 1, 256)
         took = round(expected * world.truth[decision.option])
-        steering.observe_step(decision.option, expected, took)
+        if world.beside is None:
+            steering.observe_step(decision.option, expected, took)
+        else:
+            took = world.beside(expected)
+            if [d.option for d in decisions[-2:]] == [decision.option] * 2:
+                steering.observe_period(decision.option, 1, took - expected)
         world.microseconds += took
         walk = world.walk(decision.option)
         if walk is not None:
@@ -117,9 +126,16 @@ def run(
     return decisions
 
 
-def fixed_rate(option: int, quality: float, table: CostTable, seed: int, steps: int) -> float:
+def fixed_rate(
+    option: int,
+    quality: float,
+    table: CostTable,
+    seed: int,
+    steps: int,
+    beside: Callable[[int], int] = lambda cost: cost,
+) -> float:
     """Tokens per microsecond of one option all the time."""
     world = World(quality, random.Random(seed))
     for _ in range(steps):
         world.walk(option)
-    return world.tokens / (steps * table.cost(option, 1, 256))
+    return world.tokens / (steps * beside(table.cost(option, 1, 256)))

@@ -17,6 +17,7 @@ from overstory.workers.policy.options import CHAIN, PLAIN, Options
 OPTIONS = Options.of(8, 31)
 NUMBERS = tuple(range(len(OPTIONS)))
 BATCHES, CONTEXTS = (1, 4, 16), (256, 2048)
+NO_OVERHEAD = ((0,) * len(OPTIONS),) * len(BATCHES)
 
 
 def tables() -> st.SearchStrategy[CostTable]:
@@ -35,19 +36,20 @@ def tables() -> st.SearchStrategy[CostTable]:
 
 def all_beliefs(drafter: int = ON) -> st.SearchStrategy[Beliefs]:
     row = st.lists(st.integers(ONE, 8 * ONE), min_size=len(OPTIONS), max_size=len(OPTIONS))
+    overs = st.lists(st.integers(-(10**4), 10**5), min_size=len(OPTIONS), max_size=len(OPTIONS))
     return st.builds(
         lambda rows, known, over, factors, probe: Beliefs(
             3,
             tuple(tuple(r) for r in rows),
             tuple(known),
-            tuple(over),
+            tuple(tuple(o) for o in over),
             tuple(factors),
             drafter,
             probe,
         ),
         st.lists(row, min_size=KINDS, max_size=KINDS),
         st.lists(st.integers(0, 1), min_size=KINDS, max_size=KINDS),
-        st.lists(st.integers(0, 10**5), min_size=len(BATCHES), max_size=len(BATCHES)),
+        st.lists(overs, min_size=len(BATCHES), max_size=len(BATCHES)),
         st.lists(st.integers(100, 10**4), min_size=len(OPTIONS), max_size=len(OPTIONS)),
         st.integers(0, 2),
     )
@@ -126,7 +128,7 @@ def _table(costs: list[int]) -> CostTable:
 
 
 def _beliefs(greedy: list[int], sampled: list[int], drafter: int = ON) -> Beliefs:
-    return Beliefs(1, (tuple(greedy), tuple(sampled)), (1, 1), (0, 0, 0), (ONE,) * 6, drafter)
+    return Beliefs(1, (tuple(greedy), tuple(sampled)), (1, 1), NO_OVERHEAD, (ONE,) * 6, drafter)
 
 
 #        plain chain  4     8     15    31

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from random_trees import random_tree
 from overstory.kernels.reference import tree_accept
 from overstory.workers import tree_policy
 from overstory.workers.policy import OPT_OUT, chooser
+from overstory.workers.policy.choice import Decision
 from overstory.workers.policy.chooser import (
     OBSERVED,
     StepChooser,
@@ -22,6 +24,7 @@ from overstory.workers.policy.chooser import (
     shape_of,
     spare_opted_out,
 )
+from overstory.workers.policy.options import CHAIN, PLAIN
 from overstory.workers.policy.steering import Steering
 from overstory.workers.tree_policy import parse_policy
 
@@ -166,3 +169,32 @@ def test_probes_last_as_long_as_they_should(monkeypatch: pytest.MonkeyPatch) -> 
     names = [str(one.next(batch(req()))[0]) for _ in range(chooser.SYNC_STEPS)]
     assert names[:5] == ["plain"] * 5
     assert "plain" not in names[5:]
+
+
+def test_launches_are_timed_where_steps_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device runs beside the host: from launch to launch, two of a kind before."""
+    one = StepChooser(OPTIONS, FakeRanks().of(0), False)
+    one.start(table_of(), 0.0)
+    auto = one._auto
+    assert auto is not None
+    assert auto.steering is not None
+    seen: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(auto.steering, "observe_period", lambda *args: seen.append(args))
+    choices = iter("ccc" + "pp" + "cccc" + "ccc")
+    option = {"c": CHAIN, "p": PLAIN}
+    monkeypatch.setattr(one, "_decide", lambda *_: Decision(option[next(choices)], "best"))
+    now = itertools.count(0, 30_000_000)
+    monkeypatch.setattr(chooser.time, "perf_counter_ns", lambda: next(now))
+    sizes = [1] * 6 + [1, 2, 2] + [2, 2, 2]
+    for number, size in enumerate(sizes):
+        if number == 9:
+            one.interrupted()  # a prefill
+        one.next(batch(*[req() for _ in range(size)]))
+        one.ended(batch(req()))
+    chain, plain = (table_of().cost(o, 1, 0) for o in (CHAIN, PLAIN))
+    assert seen == [
+        (CHAIN, 1, 30_000 - chain),
+        (CHAIN, 1, 30_000 - chain),  # of the third, seen as the fourth begins
+        (PLAIN, 1, 30_000 - plain),
+        (CHAIN, 2, 30_000 - table_of().cost(CHAIN, 2, 0)),
+    ]

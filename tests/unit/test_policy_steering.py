@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+from collections.abc import Callable
 
 import pytest
 from policy_world import COSTS, NUMBERS, OPTIONS, World, fixed_rate, run, table_of, tree_of
@@ -12,6 +13,7 @@ from policy_world import COSTS, NUMBERS, OPTIONS, World, fixed_rate, run, table_
 from overstory.workers.policy.beliefs import GREEDY, ONE, SAMPLED
 from overstory.workers.policy.evidence import KindEvidence, Walk
 from overstory.workers.policy.options import CHAIN, PLAIN
+from overstory.workers.policy.periods import STALE_STEPS, WANTED, Periods
 from overstory.workers.policy.steering import RETRY_STEPS, Steering
 from overstory.workers.policy.step_times import StepTimes
 
@@ -183,7 +185,66 @@ def test_overhead_between_steps_counts() -> None:
     run(steering, burdened, table, 200, GREEDY)
     assert lean.used["plain"] > 150
     assert "plain" not in burdened.used or burdened.used["plain"] < 20
-    assert steering.report()["overhead_us"] == {"1": 30000, "16": 30000}
+    same = dict.fromkeys(OPTIONS.names, 30000)
+    assert steering.report()["overhead_us"] == {"1": same, "16": same}
+
+
+@pytest.mark.parametrize(
+    ("beside", "costs"),
+    [
+        # 64 requests on an H200: the host's two milliseconds hide all but the largest tree
+        (lambda cost: max(cost, 2300), (607, 1180, 1113, 1113, 1113, 1729)),
+        # one request: the host's work comes on top of the device's
+        pytest.param(
+            lambda cost: cost + 570, (383, 556, 533, 540, 540, 604), marks=pytest.mark.full
+        ),
+        # dear rows: nothing is hidden, and the host's work does not count
+        pytest.param(
+            lambda cost: cost - 200, (1000, 1400, 1700, 2600, 4500, 9000), marks=pytest.mark.full
+        ),
+    ],
+)
+def test_a_host_beside_the_device_is_found_by_periods(
+    beside: Callable[[int], int], costs: tuple[int, ...]
+) -> None:
+    table = table_of(tuple(100 * cost for cost in costs))
+
+    def truth(cost: int) -> int:
+        return 100 * beside(cost // 100)
+
+    world = World(0.85, random.Random(5), beside=truth)
+    steering = Steering(OPTIONS, table, FLOOR)
+    run(steering, world, table, 400, GREEDY)
+    world.tokens = world.microseconds = 0
+    run(steering, world, table, 2000, GREEDY)
+    rates = [fixed_rate(option, 0.85, table, 6, 2000, truth) for option in NUMBERS]
+    got = world.tokens / world.microseconds
+    assert got >= 0.96 * max(rates), (world.used, [round(r / max(rates), 3) for r in rates])
+
+
+def test_a_period_of_a_bad_minute_is_forgotten() -> None:
+    periods = Periods([[100, 200, 300], [100, 250, 400]])
+    assert periods.overheads() is None
+    for _ in range(WANTED):
+        periods.add(0, 1, 90)
+    # cheaper: the same surplus; dearer: what its own cost leaves of it
+    assert periods.overheads() == ((90, 90, 0), (90, 90, 0))
+    for _ in range(WANTED):
+        periods.add(0, 2, 1000)
+    assert periods.overheads() == ((90, 90, 1000), (90, 90, 1000))
+    periods.pass_steps(STALE_STEPS // 2)
+    for _ in range(WANTED):
+        periods.add(1, 0, -20)
+    assert periods.overheads() == ((90, 90, 1000), (-20, -20, -20))
+    periods.pass_steps(STALE_STEPS // 2 + 1)
+    assert periods.overheads() == ((-20, -20, -20), (-20, -20, -20))
+
+
+def test_the_lower_quartile_of_periods_counts() -> None:
+    periods = Periods([[100]])
+    for over in (50, 52, 51, 900, 700, 53, 50, 800):
+        periods.add(0, 0, over)
+    assert periods.overheads() == ((51,),)
 
 
 def test_a_busy_machine_is_no_fault_of_the_option_that_runs() -> None:

@@ -32,8 +32,8 @@ class Beliefs:
         version: counts the moments; 0 is before the first.
         tokens: [kind][option], thousandths of a token that a step is expected to give a request.
         known: [kind], 1 where enough steps were seen; else `tokens` says nothing.
-        overhead_us: by batch of the cost table, microseconds of a step that the table does not
-            hold: the engine's own work between two steps.
+        overhead_us: [batch of the cost table][option], microseconds of a step that the table does
+            not hold: the engine's own work. Less than none where that work hides some of a step.
         drafter: `ON`, `OFF` or `TRIAL`.
         probe: `PROBE_DRAFT` or `PROBE_PLAIN` if the next step is to try that, whatever is best.
         factors: by option, thousandths of the table's cost that steps have taken lately.
@@ -42,7 +42,7 @@ class Beliefs:
     version: int
     tokens: tuple[tuple[int, ...], ...]
     known: tuple[int, ...]
-    overhead_us: tuple[int, ...]
+    overhead_us: tuple[tuple[int, ...], ...]
     factors: tuple[int, ...]
     drafter: int = ON
     probe: int = NO_PROBE
@@ -50,7 +50,8 @@ class Beliefs:
     @classmethod
     def none(cls, options: int, batches: int) -> Beliefs:
         """Before anything was seen."""
-        return cls(0, ((ONE,) * options,) * KINDS, (0,) * KINDS, (0,) * batches, (ONE,) * options)
+        nothing = ((0,) * options,) * batches
+        return cls(0, ((ONE,) * options,) * KINDS, (0,) * KINDS, nothing, (ONE,) * options)
 
     def to_ints(self) -> list[int]:
         """For a broadcast; `from_ints` reads it. The length depends on the numbers of options and
@@ -62,7 +63,7 @@ class Beliefs:
             *self.known,
             *self.factors,
             *(value for kind in self.tokens for value in kind),
-            *self.overhead_us,
+            *(value for batch in self.overhead_us for value in batch),
         ]
 
     @classmethod
@@ -72,5 +73,6 @@ class Beliefs:
         known, rest = rest[:KINDS], rest[KINDS:]
         factors, rest = rest[:options], rest[options:]
         tokens = tuple(tuple(rest[k * options : (k + 1) * options]) for k in range(KINDS))
-        overhead = tuple(rest[KINDS * options :])
+        rest = rest[KINDS * options :]
+        overhead = tuple(tuple(rest[b : b + options]) for b in range(0, len(rest), options))
         return cls(version, tokens, tuple(known), overhead, tuple(factors), drafter, probe)

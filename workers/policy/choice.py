@@ -78,7 +78,7 @@ def step_us(table: CostTable, beliefs: Beliefs, shape: Shape, option: int) -> in
     """Microseconds of a step of this batch."""
     nearest = min(range(len(table.batches)), key=lambda b: abs(table.batches[b] - shape.batch))
     cost = table.cost(option, shape.batch, shape.context, shape.sampled)
-    return max(1, cost * beliefs.factors[option] // ONE) + beliefs.overhead_us[nearest]
+    return max(1, cost * beliefs.factors[option] // ONE + beliefs.overhead_us[nearest][option])
 
 
 def choose(

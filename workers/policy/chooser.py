@@ -107,6 +107,16 @@ class StepOutcome:
                 self.steering.observe(kind, Walk(parents, ranks, accepted, size, self.chain))
 
 
+@dataclass(frozen=True)
+class _Launch:
+    """A step whose launch began at ``ns``."""
+
+    ns: int
+    option: int
+    batch: int
+    cost_us: int
+
+
 @dataclass
 class _Auto:
     """What the automatic rule needs; made once the table is there."""
@@ -126,7 +136,7 @@ class StepChooser:
         options: what the automatic rule chooses from.
         group: the tensor-parallel ranks.
         host_waits: a step has run when its launch returns, so that the time until the next launch
-            is the engine's own.
+            is the engine's own. Else launches are timed from one to the next.
     """
 
     def __init__(self, options: Options, group: DecisionGroup, host_waits: bool) -> None:
@@ -138,6 +148,7 @@ class StepChooser:
         self._chosen: TreePolicy | None = None
         self._begun: tuple[int, int, int] | None = None  # (ns, option, expected us) of this step
         self._ended: tuple[int, int] | None = None  # (ns, batch) of the last step
+        self._launched: list[_Launch] = []  # the last two steps, with nothing between
 
     def start(self, table: CostTable, floor: float) -> None:
         """The table is there: the automatic rule can be in force from now on."""
@@ -147,18 +158,24 @@ class StepChooser:
 
     def next(self, batch: ScheduleBatch) -> tuple[TreePolicy, str]:
         """Policy of the step that now begins, and a text of what it was decided by, for digests."""
-        self._note_pause(len(batch.reqs))
+        now, size = time.perf_counter_ns(), len(batch.reqs)
+        self._note_pause(size)
+        self._note_period(now, size)
         rule = tree_policy.current()
         if isinstance(rule, TreePolicy):
+            self._launched.clear()
             return rule, str(rule)
         auto = self._auto
         assert auto is not None, "an automatic policy is in force without a cost table"
         shape = shape_of(batch)
         decision = self._decide(auto, rule, shape)
         self._last, self._chosen = decision, self.options.policies[decision.option]
-        if self._host_waits and auto.steering is not None:
+        if auto.steering is not None:
             cost = auto.table.cost(decision.option, shape.batch, shape.context, shape.sampled)
-            self._begun = (time.perf_counter_ns(), decision.option, cost)
+            if self._host_waits:
+                self._begun = (time.perf_counter_ns(), decision.option, cost)
+            else:
+                self._launched = [*self._launched[-1:], _Launch(now, decision.option, size, cost)]
         told = f"{self._chosen} {decision.why} table {auto.table.version} {auto.beliefs.version}"
         return self._chosen, told
 
@@ -175,6 +192,7 @@ class StepChooser:
     def interrupted(self) -> None:
         """Something else than a decode step comes next: the time that passes is not a step's."""
         self._ended = self._begun = None
+        self._launched.clear()
 
     def outcome(
         self, batch: ScheduleBatch, policy: TreePolicy, tree: Tree, accepted: Accepted
@@ -243,3 +261,14 @@ class StepChooser:
         if ended is None or auto is None or auto.steering is None or ended[1] != batch:
             return
         auto.steering.observe_overhead(batch, (time.perf_counter_ns() - ended[0]) // 1000)
+
+    def _note_period(self, now: int, batch: int) -> None:
+        """The time since the last launch, if steps are alike now: the one before still runs while
+        a step is launched, so it must have been of the same kind."""
+        auto = self._auto
+        if len(self._launched) < 2 or auto is None or auto.steering is None:
+            return
+        before, last = self._launched
+        if before.option == last.option and before.batch == last.batch == batch:
+            over = (now - last.ns) // 1000 - last.cost_us
+            auto.steering.observe_period(last.option, batch, over)

@@ -32,6 +32,7 @@ from overstory.workers.policy.choice import (
 from overstory.workers.policy.cost_table import CostTable
 from overstory.workers.policy.evidence import FADE_STEPS, WANTED, KindEvidence, Share, Walk
 from overstory.workers.policy.options import PLAIN, Options
+from overstory.workers.policy.periods import Periods
 from overstory.workers.policy.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,12 @@ class Steering:
         self._kinds = [KindEvidence(options) for _ in range(KINDS)]
         self._overheads: list[deque[int]] = [deque(maxlen=OVERHEADS_KEPT) for _ in table.batches]
         self._times = StepTimes(options.nodes)
+        self._periods = Periods(
+            [
+                [table.cost_us[option][b][0] for option in range(len(options))]
+                for b in range(len(table.batches))
+            ]
+        )
         self._drafter = ON
         self._first = Share()
         self._since_probe = {PROBE_DRAFT: 0, PROBE_PLAIN: 0}
@@ -92,10 +99,14 @@ class Steering:
 
     def observe_overhead(self, batch: int, microseconds: int) -> None:
         """Time between two decode steps of ``batch`` requests with nothing but them in between."""
-        axis = self._table.batches
-        nearest = min(range(len(axis)), key=lambda b: abs(axis[b] - batch))
         with self._lock:
-            self._overheads[nearest].append(microseconds)
+            self._overheads[self._nearest(batch)].append(microseconds)
+
+    def observe_period(self, option: int, batch: int, over_us: int) -> None:
+        """From one launch to the next, among others of the same option and ``batch``, it took
+        ``over_us`` more than the table says."""
+        with self._lock:
+            self._periods.add(self._nearest(batch), option, over_us)
 
     def observe_step(self, option: int, expected_us: int, took_us: int) -> None:
         """A step took so long where the table says `expected_us`."""
@@ -114,6 +125,7 @@ class Steering:
             for kind in self._kinds:
                 kind.fade(math.exp(-steps / FADE_STEPS))
             self._judge_drafter(steps)
+            self._periods.pass_steps(steps)
             self._version += 1
             believed = Beliefs(
                 self._version,
@@ -127,8 +139,8 @@ class Steering:
 
     def report(self) -> dict[str, Any]:
         """For status, JSON-able: `drafter` (on, off, trial), `first_accepted`, `floor`,
-        `switched_off` (how often), `probes`, `factors` by option, `overhead_us` by batch, `greedy`
-        and `sampled` as `KindEvidence.report`."""
+        `switched_off` (how often), `probes`, `factors` by option, `overhead_us` by batch and
+        option, `greedy` and `sampled` as `KindEvidence.report`."""
         with self._lock:
             greedy, sampled = (kind.report() for kind in self._kinds)
             return {
@@ -141,9 +153,10 @@ class Steering:
                     name: factor / ONE
                     for name, factor in zip(self._options.names, self._times.factors(), strict=True)
                 },
-                "overhead_us": dict(
-                    zip(map(str, self._table.batches), self._overhead_us(), strict=True)
-                ),
+                "overhead_us": {
+                    str(batch): dict(zip(self._options.names, row, strict=True))
+                    for batch, row in zip(self._table.batches, self._overhead_us(), strict=True)
+                },
                 "greedy": greedy,
                 "sampled": sampled,
             }
@@ -204,12 +217,20 @@ class Steering:
                 100 * self._first.mean,
             )
 
-    def _overhead_us(self) -> tuple[int, ...]:
-        """Median by batch of the table; where none was seen, that of the nearest seen."""
+    def _nearest(self, batch: int) -> int:
+        axis = self._table.batches
+        return min(range(len(axis)), key=lambda b: abs(axis[b] - batch))
+
+    def _overhead_us(self) -> tuple[tuple[int, ...], ...]:
+        """[batch][option]: by the periods of steps, else the median of the pauses between two;
+        where none was seen, that of the nearest batch seen."""
+        periods = self._periods.overheads()
+        if periods is not None:
+            return periods
         seen = {b: int(median(times)) for b, times in enumerate(self._overheads) if times}
+        options, batches = len(self._options), range(len(self._overheads))
         if not seen:
-            return (0,) * len(self._overheads)
+            return ((0,) * options,) * len(batches)
         return tuple(
-            seen[min(seen, key=lambda known: (abs(known - b), known))]
-            for b in range(len(self._overheads))
+            (seen[min(seen, key=lambda known: (abs(known - b), known))],) * options for b in batches
         )
