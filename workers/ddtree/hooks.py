@@ -7,6 +7,7 @@ from overstory.workers.ddtree.admission import allow_earlier_output, check_reque
 from overstory.workers.ddtree.finish import finish_within_limit
 from overstory.workers.ddtree.grammar import with_backend
 from overstory.workers.ddtree.headroom import widen_rows
+from overstory.workers.ddtree.model_dtype import embeddings_in_model_dtype
 from overstory.workers.ddtree.sampler import (
     allow_min_tokens,
     bias_scores,
@@ -69,6 +70,12 @@ def patches() -> list[Patch]:
             "around",
             check_request,
             "requests that a tree cannot serve exactly would be served inexactly",
+        ),
+        hook(
+            "sglang.srt.model_executor.model_runner.ModelRunner._extend_forward_kwargs",
+            "after",
+            embeddings_in_model_dtype,
+            "a drafter of another dtype than bfloat16 would get bfloat16 embeddings",
         ),
         hook(
             "sglang.srt.managers.utils.validate_input_length",

@@ -38,12 +38,6 @@ def _no_kv_copy_warmup(pool: Any) -> None:
     pool.use_native_move_kv_cache = True
 
 
-def _embeddings_in_model_dtype(kwargs: dict[str, Any], runner: Any, batch: Any, *_: Any) -> Any:
-    if batch.input_embeds is not None:
-        kwargs["input_embeds"] = batch.input_embeds.to(runner.dtype)
-    return kwargs
-
-
 def _all_gather_into_tensor(group: Any, output: torch.Tensor, input_: torch.Tensor) -> None:
     group._all_gather_into_tensor(output, input_)
 
@@ -166,12 +160,6 @@ def patches() -> list[Patch]:
             "a thread that polls for each of SGLang's groups: an idle rank uses twice the CPU",
             share_gloo_device,
             gloo_device_shared,
-        ),
-        hook(
-            "sglang.srt.model_executor.model_runner.ModelRunner._extend_forward_kwargs",
-            "after",
-            _embeddings_in_model_dtype,
-            "casts input embeddings to bfloat16 whatever the model's dtype",
         ),
         hook(
             "sglang.srt.distributed.parallel_state.GroupCoordinator.all_gather_into_tensor",
