@@ -157,7 +157,11 @@ def test_every_panel_has_data_and_every_node_is_scraped(lab: Lab) -> None:
     head, other = lab.hosts["h1"], lab.hosts["h2"]
     start_cluster(lab, {"h1": 1, "h2": 1}, dashboard=True)
     sets = ("engine.tp_size=1", "resources.cpus_per_rank=0.9", "replicas=2")
-    sets += ("engine.enable_metrics=true",)
+    sets += (
+        "engine.enable_metrics=true",
+        "control.kv_hand_off=on",
+        "control.kv_hand_off_tokens=16",
+    )
     flags = [part for change in sets for part in ("--set", change)]
     up = head.run("overstory", "deploy", str(DEPLOYMENT), *flags, timeout_s=UP_S)
     assert up.returncode == 0, up.stderr
@@ -169,8 +173,12 @@ def test_every_panel_has_data_and_every_node_is_scraped(lab: Lab) -> None:
         wait_until(lambda: other.processes("ray::RankHost"), 300, "the replica of the other host")
         wait_until(lambda: _serving(head) == 2, 300, "both replicas to serve")
         wait_until(lambda: _scraped(head) >= {head.address, other.address}, 60, "every node")
-        # Faults and moves have panels too: something has to happen.
+        # Faults, moves, hand-overs and fragmentation have panels too: something has to happen.
         os.kill(other.processes("ray::RankHost")[0], signal.SIGKILL)
+        wait_until(lambda: _serving(head) == 1, 60, "the loss to be noticed")
+        wait_until(lambda: _serving(head) == 2, 300, "a new replica in its place")
+        head.check("overstory", "defrag", "--dry-run", timeout_s=DOWN_S)
+        head.check("overstory", "scale", "1", timeout_s=UP_S)
         deadline = time.monotonic() + DATA_S
         while (empty := without_data(head)) and time.monotonic() < deadline:
             time.sleep(2)
