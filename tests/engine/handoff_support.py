@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import traceback
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +64,7 @@ def open_peer(
     if scheduler.device == "cpu":
         _PEERS.open(name, "tcp", ticket, 20.0, transfer_s, PIECE_BYTES)
     else:
-        _PEERS.open(name, "nccl", ticket, 20.0, transfer_s, 64 << 20)
+        _PEERS.open(name, "nccl", ticket, 20.0, transfer_s, 256 << 20)
 
 
 def close_peer(scheduler: Any, name: str) -> None:
@@ -178,8 +179,8 @@ def _host(
         try:
             harness = kind(model, **server_args)
             pipe.send(("ready", None))
-        except BaseException as error:
-            pipe.send(("failed", repr(error)))
+        except BaseException:
+            pipe.send(("failed", traceback.format_exc()))
             raise
         while True:
             method, arguments, named = pipe.recv()
@@ -189,8 +190,8 @@ def _host(
                 else:
                     value = getattr(harness, method)(*arguments, **named)
                 pipe.send(("did", value))
-            except BaseException as error:
-                pipe.send(("failed", repr(error)))
+            except BaseException:
+                pipe.send(("failed", traceback.format_exc()))
             if method == "close":
                 return
 

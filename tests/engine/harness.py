@@ -145,8 +145,8 @@ class EngineHarness:
         self.server_args = ServerArgs(**(fields | server_args))
         publish(self.server_args, role="scheduler")
         ports = PortArgs.init_new(self.server_args)
-        gpu = self.first_gpu + tp_rank if self.device == "cuda" else 0
-        self.scheduler = Scheduler(self.server_args, ports, gpu, tp_rank, 0, 0, 0, 0, None)
+        self._gpu = self.first_gpu + tp_rank if self.device == "cuda" else 0
+        self.scheduler = Scheduler(self.server_args, ports, self._gpu, tp_rank, 0, 0, 0, 0, None)
         self.outputs: dict[str, Output] = {}
         self._gate = _Gate()
         self._view = SglangScheduler(self.scheduler)
@@ -326,6 +326,10 @@ class EngineHarness:
 
     def _loop(self) -> None:
         try:
+            if self.device == "cuda":
+                import torch
+
+                torch.cuda.set_device(self._gpu)  # else this thread's is GPU 0
             self.scheduler.run_event_loop()
         except SystemExit:
             pass

@@ -229,7 +229,8 @@ def long_run(engine: Any, deadline: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    out, deadline = Path(sys.argv[1]), time.monotonic() + float(sys.argv[2])
+    out, begun = Path(sys.argv[1]), time.monotonic()
+    deadline = begun + float(sys.argv[2])
     results: dict[str, Any] = {}
 
     def part(name: str, act: Callable[[Callable[[str, Any], None]], None]) -> None:
@@ -237,13 +238,16 @@ def main() -> None:
 
         def report(what: str, value: Any) -> None:
             results[name][what] = value
-            print(f"== {name} {what}: {json.dumps(value)[:600]}", flush=True)
+            print(
+                f"== [{time.monotonic() - begun:.0f} s] {name} {what}: {json.dumps(value)[-1500:]}",
+                flush=True,
+            )
             (out / "engines.json").write_text(json.dumps(results, indent=1))
 
         try:
             act(report)
         except BaseException:
-            report("failed", traceback.format_exc()[-3000:])
+            report("failed", traceback.format_exc()[-6000:])
 
     part("hand_off", hand_off)
     part("tp2", lambda report: tp2(report, deadline))

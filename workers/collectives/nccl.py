@@ -193,7 +193,9 @@ def _start(library: Any, line: Line, device: torch.device, init_s: float) -> Any
         try:
             torch.cuda.set_device(device)
             seat = line.seat
-            outcome.append(library.NcclCommunicator(seat.size, bytes(line.book[0]), seat.rank))
+            comm = library.NcclCommunicator(seat.size, bytes(line.book[0]), seat.rank)
+            _touch(library, comm, seat, device)
+            outcome.append(comm)
         except BaseException as error:
             outcome.append(error)
 
@@ -212,6 +214,21 @@ def _start(library: Any, line: Line, device: torch.device, init_s: float) -> Any
             f"communicator {line.seat.name}: NCCL did not start: {outcome[0]}"
         ) from outcome[0]
     return outcome[0]
+
+
+def _touch(library: Any, comm: Any, seat: Seat, device: torch.device) -> None:
+    """A byte from each rank to each. NCCL connects two ranks at their first transfer, and holds its
+    caller until both have come: no limit of a later transfer would count."""
+    stream = torch.cuda.Stream(device)
+    given = torch.zeros(seat.size, dtype=torch.uint8, device=device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    library.groupStart()
+    for peer in range(seat.size):
+        if peer != seat.rank:
+            comm.send(given[seat.rank :].data_ptr(), 1, _uint8(), peer, stream.cuda_stream)
+            comm.recv(given[peer:].data_ptr(), 1, _uint8(), peer, stream.cuda_stream)
+    library.groupEnd()
+    stream.synchronize()
 
 
 def _uint8() -> int:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from overstory.workers.collectives import CollectiveError
 from overstory.workers.handoff import cached
 from overstory.workers.handoff.peers import Peers
 from overstory.workers.handoff.pieces import Carried, Piece
@@ -187,8 +186,8 @@ class KvHandoff:
                 "identity": self.identity,
             }
             taker.take(order, table.scatter(slots, taker.piece_bytes))
-        except CollectiveError as error:
-            reason = str(error)
+        except RuntimeError as error:  # Of the communicator, or no memory for its stagings.
+            reason = str(error) or type(error).__name__
         if not agreed(scheduler, not reason):
             cached.give_back(scheduler, slots)
             return Carried(0, 0.0), reason or "another rank did not get its rows"

@@ -16,7 +16,8 @@ import torch
 
 from overstory.workers.collectives import CollectiveError, Communicator
 
-PIECE_BYTES = 64 << 20
+PIECE_BYTES = {"tcp": 64 << 20, "nccl": 256 << 20}
+"""Largest piece. Smaller ones leave NVLink waiting for launches (docs/hand-off.md)."""
 _ROW = 1 << 13
 _WORDS = _ROW // 8
 _TAIL = 16
@@ -59,7 +60,7 @@ class Conveyor:
         piece_bytes: largest piece; twice that is held while a transfer runs.
     """
 
-    def __init__(self, communicator: Communicator, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(self, communicator: Communicator, piece_bytes: int) -> None:
         self.piece_bytes = -(-piece_bytes // _ROW) * _ROW
         self._communicator = communicator
         self._device = communicator.device
@@ -122,11 +123,11 @@ class Conveyor:
         carry, fill = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
         carry.wait_stream(current)
         fill.wait_stream(current)
-        lanes: list[_Lane] = [
-            _CudaLane(torch.empty(size, dtype=torch.uint8, device=self._device), carry, fill)
-            for _ in range(2)
-        ]
         try:
+            lanes: list[_Lane] = [
+                _CudaLane(torch.empty(size, dtype=torch.uint8, device=self._device), carry, fill)
+                for _ in range(2)
+            ]
             yield lanes
             with torch.cuda.stream(carry):
                 self._communicator.wait()

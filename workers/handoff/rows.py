@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -57,16 +58,23 @@ class _Mover:
         self._rows, self._slots, self._taking_out = rows, slots, taking_out
 
     def __call__(self, staging: torch.Tensor) -> None:
-        at = 0
-        for rows in self._rows:
-            size = len(self._slots) * rows.shape[1] * rows.element_size()
-            part = staging[at : at + size].view(rows.dtype).view(len(self._slots), rows.shape[1])
+        for rows, part in zip(self._rows, self._parts(staging), strict=True):
             if self._taking_out:
                 rows.index_copy_(0, self._slots, part.to(rows.device))
             elif part.device == rows.device:
                 torch.index_select(rows, 0, self._slots, out=part)
             else:
                 part.copy_(rows.index_select(0, self._slots))
+
+    def _parts(self, staging: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The staging's stretch of each tensor. Tensors of one row size are cut at once: with many
+        layers the host's time for it would be longer than a GPU's for the copy."""
+        at, count = 0, len(self._slots)
+        for words, tensors in itertools.groupby(self._rows, key=lambda rows: rows.shape[1]):
+            alike = list(tensors)
+            size = len(alike) * count * words * alike[0].element_size()
+            stretch = staging[at : at + size].view(alike[0].dtype)
+            yield from stretch.view(len(alike), count, words).unbind(0)
             at += size
 
 

@@ -3,7 +3,8 @@
 Weights are taken after loading, so in the shape that SGLang's quantizations and its models' own
 preparations give them. What belongs to a model is whatever its modules hold: parameters, buffers,
 and tensors kept as plain attributes (absorbed MLA projections are such). Two models are alike if
-all these have the same names, shapes, strides and places in memory of the same sizes.
+all these have the same names, shapes, strides and places in memory of the same sizes, and if the
+modules' plain numbers are the same: some come from weights (KV scales), and are not sent.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class WeightTable:
             )
         self.bytes = sum(len(memory) for memory in self._memory)
         sizes = [len(memory) for memory in self._memory]
-        text = json.dumps([described, sizes]).encode()
+        text = json.dumps([described, sizes, list(_numbers(model))]).encode()
         self.layout = hashlib.blake2b(text, digest_size=16).hexdigest()
 
     def gather(self, piece_bytes: int) -> Iterator[Piece]:
@@ -127,3 +128,10 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             for number, one in enumerate(many):
                 if isinstance(one, torch.Tensor) and one.numel() and one.device.type != "meta":
                     yield f"{path}.{name}.{number}", one
+
+
+def _numbers(model: nn.Module) -> Iterator[tuple[str, str]]:
+    for path, module in model.named_modules():
+        for name, value in sorted(module.__dict__.items()):
+            if isinstance(value, float):
+                yield f"{path}.{name}", repr(value)
