@@ -1,90 +1,120 @@
-"""The speeds in a session's results.json as CSV, and as a Markdown table with ratios.
+"""The speeds in a session's results.json as CSV, as a picture, and as Markdown tables.
 
-engine_table.py RESULTS COMMIT VERSIONS GPU CSV
+engine_table.py RESULTS COMMIT VERSIONS GPU CSV SVG
+
+Columns are those of `overstory bench --json` as far as they exist here (nothing passes HTTP, so
+there are no first tokens), and `apart`: ms per step of the slowest round over the fastest. The same
+steps run in every greedy round, so it says how far a row can be believed.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-COLUMNS = (
-    "engine",
-    "policy",
-    "concurrency",
-    "temperature",
-    "context",
-    "tokens_per_s",
-    "runs",
-    "ms_per_forward",
-    "tokens_per_forward",
-    "gpu",
-    "versions",
-    "commit",
-)
+from engine_plot import write_plot
+
 LONG = 32768
+BASE = "stock"
 
 
-def rows(results: dict[str, Any], **of_run: str) -> Iterator[dict[str, Any]]:
-    """One per engine, policy, concurrency and temperature."""
+def rows(results: dict[str, Any], **of_run: str) -> list[dict[str, Any]]:
+    """One per engine, mode, concurrency, temperature and context."""
+    cells: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for engine, report in sorted(results.items()):
-        for row in (*report.get("times", ()), *report.get("long_times", ())):
-            long = "conc" not in row
-            yield {
-                "engine": engine,
-                "policy": "" if row["policy"] == "None" else row["policy"],
-                "concurrency": row.get("conc", 1),
-                "temperature": row.get("T", 0.0),
-                "context": LONG if long else "100-480",
-                "tokens_per_s": f"{row['tokens_per_s']:.1f}",
-                "runs": " ".join(f"{run:.0f}" for run in row.get("runs", ())),
-                "ms_per_forward": f"{row['ms_per_forward']:.3f}",
-                "tokens_per_forward": f"{row['tokens_per_forward']:.2f}",
-            } | of_run
+        for run in (*report.get("bench", ()), *report.get("long", ())):
+            mode = engine if run["policy"] == "None" else run["policy"]
+            context = "100-480" if "conc" in run else str(LONG)
+            key = (context, run.get("T", 0.0), run.get("conc", 1), engine, mode)
+            cells.setdefault(key, []).append(run)
+    every = [_row(key, runs) | of_run for key, runs in sorted(cells.items())]
+    base = {_place(row): row["tokens_per_s"] for row in every if row["mode"] == BASE}
+    for row in every:
+        found = base.get(_place(row))
+        row["speedup"] = round(row["tokens_per_s"] / found, 2) if found else None
+    return every
 
 
-def table(every: list[dict[str, Any]]) -> Iterator[str]:
-    """Tokens/s, and in brackets how many times those of SGLang's plain decoding."""
-    places = [(1, 0.0), (1, 1.0), (8, 0.0), (8, 1.0)]
-    yield "| engine | policy | " + " | ".join(f"{c} at a time, T = {t:g}" for c, t in places) + " |"
-    yield "|---" * (2 + len(places)) + "|"
-    short = [row for row in every if row["context"] != LONG]
-    found = {
-        (row["engine"], row["policy"], row["concurrency"], row["temperature"]): row for row in short
+def _place(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["load"], row["temperature"], row["concurrency"]
+
+
+def _row(key: tuple[Any, ...], runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    context, temperature, concurrency, engine, mode = key
+    times = [run["ms_per_forward"] for run in runs]
+    choices, offered, accepted = _counts(runs)
+    return {
+        "engine": engine,
+        "mode": mode,
+        "concurrency": concurrency,
+        "temperature": temperature,
+        "load": f"{context} tokens of context",
+        "tokens_per_s": round(statistics.median(run["tokens_per_s"] for run in runs), 1),
+        "tokens_per_forward": round(
+            statistics.median(run["tokens_per_forward"] for run in runs) / concurrency, 3
+        ),
+        "ms_per_step": round(statistics.median(times), 3),
+        "least_ms_per_step": round(min(times), 3),
+        "apart": round(max(times) / min(times), 2),
+        "accepted_by_depth": " ".join(
+            f"{a / offered[0]:.4f}" for a in accepted if offered and offered[0]
+        ),
+        "tokens_per_s_rounds": " ".join(f"{run['tokens_per_s']:.0f}" for run in runs),
+        "choices": " ".join(f"{name}={count}" for name, count in choices.items()),
     }
-    for engine, policy in dict.fromkeys((row["engine"], row["policy"]) for row in short):
-        cells = []
-        for place in places:
-            row, stock = found.get((engine, policy, *place)), found.get(("stock", "", *place))
-            if row is None:
-                cells.append("")
-                continue
-            rate = float(row["tokens_per_s"])
-            ratio = f" ({rate / float(stock['tokens_per_s']):.2f}x)" if stock else ""
-            cells.append(f"{rate:,.0f}{ratio}; {row['ms_per_forward']} ms")
-        yield f"| {engine} | {policy} | " + " | ".join(cells) + " |"
+
+
+def _counts(runs: Sequence[dict[str, Any]]) -> tuple[dict[str, int], list[int], list[int]]:
+    """Forwards by policy; request steps that offered and reached each depth."""
+    choices: dict[str, int] = {}
+    sums = [0] * 14
+    for run in runs:
+        for name, counts in run.get("ran", {}).items():
+            choices[name] = choices.get(name, 0) + counts[0]
+            if name != "plain":
+                sums = [a + b for a, b in zip(sums, counts[1:], strict=False)]
+    return choices, sums[0::2], sums[1::2]
+
+
+def tables(every: list[dict[str, Any]]) -> Iterator[str]:
+    """By temperature: a line for each mode, tokens/s by concurrency, and in brackets `apart`."""
+    for temperature in dict.fromkeys(row["temperature"] for row in every):
+        some = [row for row in every if row["temperature"] == temperature]
+        sizes = sorted({row["concurrency"] for row in some})
+        yield f"T = {temperature:g}\n"
+        yield "| mode | " + " | ".join(map(str, sizes)) + " |"
+        yield "|---" * (1 + len(sizes)) + "|"
+        for mode in dict.fromkeys(row["mode"] for row in some):
+            cells = {row["concurrency"]: row for row in some if row["mode"] == mode}
+            yield f"| {mode} | " + " | ".join(_cell(cells.get(size)) for size in sizes) + " |"
+        yield ""
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    return f"{row['tokens_per_s']:,.0f} ({row['apart']:.1f})" if row else ""
 
 
 def main() -> None:
-    """Writes the CSV, prints the table."""
-    source, commit, versions, gpu, target = sys.argv[1:]
+    """Writes CSV and picture, prints the tables."""
+    source, commit, versions, gpu, target, picture = sys.argv[1:]
     results = json.loads(Path(source).read_text())
-    every = list(rows(results, gpu=gpu, versions=versions, commit=commit))
+    every = rows(results, gpu=gpu, versions=versions, commit=commit)
     with Path(target).open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(file, list(every[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(every)
-    print("\n".join(table(every)))
+    short = [row for row in every if not row["load"].startswith(str(LONG))]
+    write_plot(short, gpu, Path(picture))
+    print("\n".join(tables(short)))
     for row in every:
-        if row["context"] == LONG:
-            print(
-                f"| {row['engine']} | {row['policy']} | {row['tokens_per_s']} | "
-                f"{row['ms_per_forward']} |"
-            )
+        if row not in short:
+            columns = (row[name] for name in ("engine", "mode", "tokens_per_s", "ms_per_step"))
+            print("| " + " | ".join(map(str, columns)) + " |")
 
 
 if __name__ == "__main__":
