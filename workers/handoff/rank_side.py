@@ -58,7 +58,7 @@ class RankSide:
         """See `Peers.open`."""
         from overstory.workers.handoff.pieces import PIECE_BYTES
 
-        self._peers.open(name, kind, ticket, init_s, TRANSFER_S, PIECE_BYTES)
+        self._peers.open(name, kind, ticket, init_s, TRANSFER_S, PIECE_BYTES[kind])
 
     def close(self, name: str) -> None:
         """See `Peers.close`."""
