@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from .baselines import flashinfer_mla
-from .cases import GOALS, every_case
+from .cases import GOALS, OVER_FP8, every_case
 from .ceilings import Ceilings, measure_ceilings
 from .goals import goal_table
 from .implementations import NAIVE, OURS, Implementation, from_flashinfer, from_sglang
@@ -75,7 +75,7 @@ def _jobs(chosen: argparse.Namespace) -> list[Job]:
     """Most telling first: a budget cuts from the end."""
     if chosen.sweep:
         return [*sweep_jobs(GOALS, chosen.quick), *small_jobs(split_cases())]
-    cases = GOALS if chosen.quick else every_case()
+    cases = (*GOALS, *OVER_FP8) if chosen.quick else every_case()
     others: list[Implementation] = [NAIVE, *from_sglang(chosen.sglang, chosen.quick)]
     if chosen.flashinfer:
         others += from_flashinfer()

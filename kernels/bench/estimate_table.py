@@ -34,7 +34,7 @@ from .results import Row, read_rows
 SMS = (188, 170)
 """Of an RTX PRO 6000, and of a GPU of the same kind with fewer."""
 _SOURCE = build.SOURCES / "mla_attention.cu"
-_KERNEL = re.compile(r"9attentionILi(\d+)E")
+_KERNEL = re.compile(r"9attentionILi(\d+)ELi\d+ELb0E")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

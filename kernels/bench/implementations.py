@@ -28,21 +28,22 @@ class Implementation:
     """Of the project it is from."""
 
 
+def _is_bf16(case: AttentionCase) -> bool:
+    return case.kv_dtype == "bf16"
+
+
 def _is_verify(case: AttentionCase) -> bool:
-    return case.op == "verify_attention"
-
-
-def _always(case: AttentionCase) -> bool:
-    return True
+    return _is_bf16(case) and case.op == "verify_attention"
 
 
 def _decode_takes(case: AttentionCase) -> bool:
     # At bs 4 and 65,536 it once ended in an illegal memory access, which ends the process too.
-    return case.op == "decode_attention" or case.bs * case.context <= 1 << 17 or case.bs == 1
+    short = case.op == "decode_attention" or case.bs * case.context <= 1 << 17 or case.bs == 1
+    return _is_bf16(case) and short
 
 
-OURS = Implementation("ours", ours, _always, True)
-NAIVE = Implementation("naive_block_per_head", naive.naive, _always, True)
+OURS = Implementation("ours", ours, lambda case: True, True)
+NAIVE = Implementation("naive_block_per_head", naive.naive, _is_bf16, True)
 
 
 def from_sglang(folders: Iterable[Path], quick: bool) -> list[Implementation]:
@@ -77,7 +78,7 @@ def from_flashinfer() -> list[Implementation]:
         Implementation(
             f"flashinfer_{backend}_chain",
             functools.partial(flashinfer_mla.chain, backend=backend),
-            _always,
+            _is_bf16,
             False,
             version,
         )

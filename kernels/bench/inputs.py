@@ -8,8 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from .cases import KEY_WIDTH, MAX_SLOTS, VALUE_WIDTH, AttentionCase
+from overstory.kernels.reference import quantize_kv
 
+from .cases import FP8, KEY_WIDTH, MAX_SLOTS, VALUE_WIDTH, AttentionCase
+
+KV_SCALE = 0.02
+"""Of a cache in e4m3."""
 SETS = (4, 64)
 """Fewest and most sets."""
 
@@ -35,17 +39,24 @@ class AttentionInputs:
         return (128 + 64) ** -0.5
 
     @property
+    def kv_scale(self) -> float:
+        """1 but for a cache in e4m3."""
+        return KV_SCALE if self.case.kv_dtype == FP8 else 1.0
+
+    @property
     def tail(self) -> torch.Tensor:
         """[tokens, 1, 576] the cached rows of the request's own rows, as SGLang passes them."""
         return self.kv[self.out_cache_loc]
 
 
-@functools.cache
-def _cache_of(device: str) -> torch.Tensor:
+@functools.lru_cache(maxsize=2)
+def _cache_of(device: str, kv_dtype: str) -> torch.Tensor:
     generator = torch.Generator(device).manual_seed(0)
-    kv = torch.empty(MAX_SLOTS, 1, KEY_WIDTH, dtype=torch.bfloat16, device=device)
+    dtype = torch.float8_e4m3fn if kv_dtype == FP8 else torch.bfloat16
+    kv = torch.empty(MAX_SLOTS, 1, KEY_WIDTH, dtype=dtype, device=device)
     for part in kv.split(1 << 18):  # randn of the whole would need as much again
-        part.copy_(torch.randn(part.shape, device=device, generator=generator, dtype=part.dtype))
+        rows = torch.randn(part.shape, device=device, generator=generator, dtype=torch.bfloat16)
+        part.copy_(quantize_kv(rows, KV_SCALE) if kv_dtype == FP8 else rows)
     return kv
 
 
@@ -60,7 +71,7 @@ def draw_inputs(case: AttentionCase, device: str = "cuda", run: int = 1) -> list
     """Sets for one case, each with slots of its own in runs of `run`; the same at every call."""
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
     count = number_of_sets(case, l2)
-    kv = _cache_of(device)
+    kv = _cache_of(device, case.kv_dtype)
     generator = torch.Generator(device).manual_seed(1)
     slots = slots_in_runs(MAX_SLOTS, run, generator)
     return [_one_set(case, kv, part, generator) for part in _parts(case, slots, count)]

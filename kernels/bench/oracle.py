@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from overstory.kernels.reference.kv_fp8 import dequantize_kv, is_fp8
+
 from .inputs import AttentionInputs
 
 _MOST_ERROR = 2e-2
@@ -20,7 +22,8 @@ def check_output(inputs: AttentionInputs) -> None:
     slots = inputs.kv_indices[: case.context]
     if case.tail:
         slots = torch.cat((slots, inputs.out_cache_loc[: case.tail]))
-    keys = inputs.kv[slots, 0].float()
+    keys = inputs.kv[slots, 0]
+    keys = dequantize_kv(keys, inputs.kv_scale) if is_fp8(keys) else keys.float()
     rows = inputs.q[: case.q].float()
     scores = torch.einsum("qhd,sd->qhs", rows, keys) * inputs.scale
     if case.tail:

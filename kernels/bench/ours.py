@@ -20,7 +20,12 @@ def ours(inputs: AttentionInputs, schedule: Schedule | None = None) -> Launch:
     """
     case = inputs.case
     workspace = _workspace(inputs.q.device, case.heads, case.q, schedule)
-    options = {"out": inputs.out, "workspace": workspace, "schedule": schedule}
+    options = {
+        "out": inputs.out,
+        "workspace": workspace,
+        "schedule": schedule,
+        "kv_scale": inputs.kv_scale,
+    }
     if not case.tail:
         arguments = (inputs.q, inputs.kv, inputs.kv_indptr, inputs.kv_indices)
         return partial(ops.decode_attention, *arguments, scale=inputs.scale, **options)

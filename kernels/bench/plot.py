@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from .cases import FP8
 from .results import Row
 
 _COLOURS = ("#1b6ca8", "#c8553d", "#588157", "#8e5ea2", "#b8860b", "#444444", "#2a9d8f", "#d62828")
@@ -40,8 +41,8 @@ def _panels(rows: Sequence[Row]) -> dict[Panel, dict[str, Line]]:
     for row in rows:
         if row.op.endswith("_attention"):
             lines = panels[row.op, row.bs, row.q, row.heads]
-            lines[row.impl].append((row.context, row.us_median))
-            if row.impl == "ours":
+            lines[_name(row)].append((row.context, row.us_median))
+            if row.impl == "ours" and row.kv_dtype != FP8:
                 lines["floor"].append((row.context, row.floor_us))
     for lines in panels.values():
         for line in lines.values():
@@ -84,6 +85,10 @@ def _draw(panel: Panel, lines: dict[str, Line]) -> str:
     for index, (name, line) in enumerate(slowest_first):
         parts += _line(axes, name, line, index)
     return "".join(parts)
+
+
+def _name(row: Row) -> str:
+    return f"{row.impl}, {FP8}" if row.kv_dtype == FP8 else row.impl
 
 
 def _grid(axes: _Axes) -> list[str]:

@@ -31,7 +31,7 @@ struct Args {
   const void* q;              // bf16 [tokens, heads, 576], strides in elements
   int64_t q_token_stride;
   int64_t q_head_stride;
-  const void* kv;             // bf16 [slots, >= 576], stride in bytes, multiple of 16
+  const void* kv;             // bf16 or e4m3 [slots, >= 576], stride in bytes, multiple of 16
   uint32_t kv_row_bytes;
   const void* tail;           // the tail's keys, row = token; null: they are in kv at out_cache_loc
   uint32_t tail_row_bytes;
@@ -47,13 +47,15 @@ struct Args {
   void* partial;              // half [2 * blocks][tiles][16 pairs of column blocks][32 lanes][2][4]
   float* scales;              // [2 * blocks][warps]: a part's sums are `partial` times these
   float* stats;               // [2 * blocks][tiles * 8][2]: maximum (log2 units), sum
-  float scale_log2;           // scale * log2(e)
+  float scale_log2;           // scale * log2(e), times the scale of an e4m3 cache
+  float value_scale;          // that of an e4m3 cache, else 1
   int bs;
   int tokens;                 // rows of q and out, owned by a request or not
   int heads_shift;            // log2(heads)
   int blocks;                 // of the attention kernel
   int min_chunk;              // granules that a block takes at least; 0: see chunk_of
   int mask_mode;
+  bool fp8;                   // kv and tail are e4m3
   bool wide_kv_indptr;        // int64 rather than int32
   bool wide_kv_indices;
   bool wide_qo_indptr;

@@ -5,19 +5,14 @@
 // tokens and max_q; replay with any lengths, and with fewer rows per request than max_q.
 
 #include "launch.cuh"
-#include "mla_attention.cuh"
 #include "mla_combine.cuh"
+#include "mla_launch.cuh"
+#ifdef OVERSTORY_SIM
+#include "mla_attend_fp8.cuh"
+#endif
 
 namespace overstory::mla {
 namespace {
-
-#ifdef OVERSTORY_SIM
-constexpr int kInvalid = sim::kInvalidValue;
-#else
-constexpr int kInvalid = cudaErrorInvalidValue;
-#endif
-
-constexpr int stages_for(int tiles) { return tiles <= 2 ? 5 : tiles <= 8 ? 4 : 3; }
 
 // Tiles of a row tile: as few row tiles as possible, and then as few tiles in each.
 int tiles_for(int heads, int max_q) {
@@ -43,53 +38,10 @@ struct PartSizes {
   int64_t all() const { return partial + stats + scales; }
 };
 
-template <int kTiles>
-int launch_attention(const Args& args, void* stream) {
-  constexpr int kStages = stages_for(kTiles);
-  constexpr int kBytes = Layout<kTiles, kStages>::kBytes;
-  if (int error = raise_shared_limit<attention<kTiles, kStages>>(kBytes)) return error;
-  return launch_dependent(attention<kTiles, kStages>, dim3(args.blocks), kThreads, kBytes, stream,
-                          args);
-}
-
-template <int kTiles>
-int blocks_per_sm() {
-#ifdef OVERSTORY_SIM
-  return 1;
-#else
-  constexpr int kStages = stages_for(kTiles);
-  constexpr int kBytes = Layout<kTiles, kStages>::kBytes;
-  if (raise_shared_limit<attention<kTiles, kStages>>(kBytes)) return 0;
-  int blocks = 0;
-  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, attention<kTiles, kStages>,
-                                                kThreads, kBytes);
-  return blocks;
-#endif
-}
-
-// Calls f.template run<tiles>() for a number known at run time; C++17 has no such lambdas.
-template <int kTiles, typename F>
-int with_tiles(int tiles, const F& f) {
-  if constexpr (kTiles == 0) {
-    return kInvalid;
-  } else {
-    return tiles == kTiles ? f.template run<kTiles>() : with_tiles<kTiles - 1>(tiles, f);
-  }
-}
-
-struct Attend {
-  const Args& args;
-  void* stream;
+struct SharedBytes {
   template <int kTiles>
   int run() const {
-    return launch_attention<kTiles>(args, stream);
-  }
-};
-
-struct CountBlocks {
-  template <int kTiles>
-  int run() const {
-    return blocks_per_sm<kTiles>();
+    return Layout<kTiles, stages_for(kTiles)>::kBytes;
   }
 };
 
@@ -112,7 +64,7 @@ int attend(Args& args, int heads, int max_q, void* workspace, int64_t workspace_
            void* stream) {
   args.heads_shift = heads_shift_of(heads);
   if (args.heads_shift < 0 || max_q < 1 || max_q > kMaxTail || args.blocks < 1 ||
-      args.min_chunk < 0 || !(args.scale_log2 > 0.0f) ||
+      args.min_chunk < 0 || !(args.scale_log2 > 0.0f) || !(args.value_scale > 0.0f) ||
       args.kv_row_bytes % 16 != 0 || args.tail_row_bytes % 16 != 0 ||
       reinterpret_cast<uintptr_t>(args.q) % 16 != 0 || args.q_head_stride % 8 != 0 ||
       (args.tokens > 1 && args.q_token_stride % 8 != 0)) {
@@ -125,26 +77,42 @@ int attend(Args& args, int heads, int max_q, void* workspace, int64_t workspace_
   args.partial = workspace;
   args.stats = reinterpret_cast<float*>(static_cast<char*>(workspace) + sizes.partial);
   args.scales = args.stats + sizes.stats / 4;
-  const Attend attend{args, stream};
-  if (int error = with_tiles<kMaxTiles>(tiles, attend)) return error;
+  const Attend<false> attend{args, stream};
+  const int error =
+      args.fp8 ? attend_fp8(args, tiles, stream) : with_tiles<kMaxTiles>(tiles, attend);
+  if (error != 0) return error;
   return launch_combine(args, tiles, stream);
 }
 
+constexpr float kLog2E = 1.44269504088896341f;
+
 // Of a stride in elements; what `attend` refuses if it does not fit.
-uint32_t row_bytes(int64_t stride) {
-  return stride >= 0 && stride <= INT32_MAX ? static_cast<uint32_t>(stride * 2) : 1;
+uint32_t row_bytes(int64_t stride, bool fp8) {
+  return stride >= 0 && stride <= INT32_MAX ? static_cast<uint32_t>(stride * (fp8 ? 1 : 2)) : 1;
 }
 
-constexpr float kLog2E = 1.44269504088896341f;
+// The cache's type and what its numbers are multiplied by.
+void set_cache(Args& args, float scale, int fp8, float kv_scale) {
+  args.fp8 = fp8 != 0;
+  args.scale_log2 = scale * kv_scale * kLog2E;
+  args.value_scale = kv_scale;
+}
 
 }  // namespace
 }  // namespace overstory::mla
 
 // Blocks of the attention kernel that the current device runs at a time, per multiprocessor: times
 // the number of multiprocessors it is the `blocks` to launch with. 0: the device refuses.
-extern "C" int overstory_attention_blocks_per_sm(int heads, int max_q) {
+extern "C" int overstory_attention_blocks_per_sm(int heads, int max_q, int fp8) {
   using namespace overstory::mla;
-  return with_tiles<kMaxTiles>(tiles_for(heads, max_q), CountBlocks{});
+  const int tiles = tiles_for(heads, max_q);
+  return fp8 != 0 ? count_blocks_fp8(tiles) : with_tiles<kMaxTiles>(tiles, CountBlocks<false>{});
+}
+
+// Dynamic shared memory of such a block, in bytes.
+extern "C" int overstory_attention_shared_bytes(int heads, int max_q) {
+  using namespace overstory::mla;
+  return with_tiles<kMaxTiles>(tiles_for(heads, max_q), SharedBytes{});
 }
 
 // Bytes of workspace that a launch with these numbers needs.
@@ -155,8 +123,8 @@ extern "C" int overstory_attention_workspace(int heads, int max_q, int blocks) {
 
 // Attention of each request's rows to its prefix and, by mask, to its own rows (the tail).
 //
-// Shapes and layouts as in reference/attention.py; q, kv, tail, out bf16; widths 576 and 512. Row
-// strides in elements; rows of kv and tail begin at multiples of 16 bytes, so do rows of q.
+// Shapes and layouts as in reference/attention.py; q and out bf16, kv and tail bf16 or (fp8 != 0)
+// e4m3, whose numbers times kv_scale are keys and values; widths 576 and 512. Row strides in elements; rows of kv and tail begin at multiples of 16 bytes, so do rows of q.
 //   tail         null: the tail's keys are in kv at out_cache_loc; else row i is the key of token i
 //   *_bytes      4 or 8: the integer type of the array before
 //   kv_indices   slots (not pages)
@@ -175,16 +143,16 @@ extern "C" int overstory_verify_attention(
     int qo_indptr_bytes, const void* out_cache_loc, int out_cache_loc_bytes,
     const void* mask_bytes, const void* mask_indptr, const void* mask_words, int causal, void* out,
     void* lse, void* workspace, int64_t workspace_bytes, int bs, int tokens, int heads, int max_q,
-    float scale, int blocks, int min_chunk, void* stream) {
+    float scale, int fp8, float kv_scale, int blocks, int min_chunk, void* stream) {
   using namespace overstory::mla;
   Args args{};
   args.q = q;
   args.q_token_stride = q_token_stride;
   args.q_head_stride = q_head_stride;
   args.kv = kv;
-  args.kv_row_bytes = row_bytes(kv_row_stride);
+  args.kv_row_bytes = row_bytes(kv_row_stride, fp8 != 0);
   args.tail = tail;
-  args.tail_row_bytes = row_bytes(tail_row_stride);
+  args.tail_row_bytes = row_bytes(tail_row_stride, fp8 != 0);
   args.kv_indptr = kv_indptr;
   args.wide_kv_indptr = kv_indptr_bytes == 8;
   args.kv_indices = kv_indices;
@@ -202,7 +170,7 @@ extern "C" int overstory_verify_attention(
                                            : kMaskNone;
   args.out = out;
   args.lse = static_cast<float*>(lse);
-  args.scale_log2 = scale * kLog2E;
+  set_cache(args, scale, fp8, kv_scale);
   args.bs = bs;
   args.tokens = tokens;
   args.blocks = blocks;
@@ -215,14 +183,14 @@ extern "C" int overstory_decode_attention(
     const void* q, int64_t q_token_stride, int64_t q_head_stride, const void* kv,
     int64_t kv_row_stride, const void* kv_indptr, int kv_indptr_bytes, const void* kv_indices,
     int kv_indices_bytes, void* out, void* lse, void* workspace, int64_t workspace_bytes, int bs,
-    int heads, float scale, int blocks, int min_chunk, void* stream) {
+    int heads, float scale, int fp8, float kv_scale, int blocks, int min_chunk, void* stream) {
   using namespace overstory::mla;
   Args args{};
   args.q = q;
   args.q_token_stride = q_token_stride;
   args.q_head_stride = q_head_stride;
   args.kv = kv;
-  args.kv_row_bytes = row_bytes(kv_row_stride);
+  args.kv_row_bytes = row_bytes(kv_row_stride, fp8 != 0);
   args.kv_indptr = kv_indptr;
   args.wide_kv_indptr = kv_indptr_bytes == 8;
   args.kv_indices = kv_indices;
@@ -230,7 +198,7 @@ extern "C" int overstory_decode_attention(
   args.mask_mode = kMaskNone;
   args.out = out;
   args.lse = static_cast<float*>(lse);
-  args.scale_log2 = scale * kLog2E;
+  set_cache(args, scale, fp8, kv_scale);
   args.bs = bs;
   args.tokens = bs;
   args.blocks = blocks;

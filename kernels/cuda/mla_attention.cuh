@@ -51,10 +51,10 @@ __device__ __forceinline__ void load_visible(const Args& args, const Piece& piec
   }
 }
 
-template <int kTiles, int kStages>
+template <int kTiles, int kStages, bool kFp8>
 struct Block {
   using L = Layout<kTiles, kStages>;
-  using Copy = KeyCopy<L::kCopiers>;
+  using Copy = KeyCopy<L::kCopiers, kFp8>;
   char* shared;
   int own_warp;                                // ptx::warp(), known to be the same in all lanes
   float o[kTiles][4][4];                   // O^T fragments: 4 blocks of 16 columns
@@ -549,11 +549,17 @@ struct Block {
     const int where = located(count, ahead);
     if (where == kNoKey) return;
     const char* row = row_of(args, where);
-    for (int line = lane() % kLanes; line < kKeyBytes / 128; line += kLanes) {
+    for (int line = lane() % kLanes; line * 128 < Copy::kBytes; line += kLanes) {
       ptx::prefetch_l2(row + line * 128);
     }
   }
 
+  // This warp's keys of a granule have come: e4m3 ones become bf16.
+  __device__ __forceinline__ void widen(int count) const {
+    constexpr int kLanes = 32 / L::kCopiedKeys;
+    if (!kFp8 || !copies() || count >= counts().all) return;
+    widen_row<kLanes>(stage_of(count) + copier() / kLanes * kRowBytes, copier() % kLanes);
+  }
   // `count` granules of the piece lie before the one at hand. What is to be copied meanwhile, in the
   // group of copies that begins with it.
   __device__ __forceinline__ Copy fetch_ahead(const Args& args, int count, int& ahead) const {
@@ -600,6 +606,7 @@ struct Block {
     clear_states();
     clear_outputs();
     ptx::cp_async_wait<kStages - 1>();
+    widen(0);
     ptx::sync_block();
   }
 
@@ -645,6 +652,7 @@ struct Block {
     multiply_values<3>(keys, before, values);
     multiply_values<4>(keys, before, values);
     ptx::cp_async_wait<kStages - 3>();
+    widen(count + 1);
     ptx::sync_block();
   }
 
@@ -709,7 +717,7 @@ struct Block {
       reinterpret_cast<float2*>(args.stats)[piece().slot * kTiles * 8 + row] = make_float2(m, l);
       return;
     }
-    at<float>(L::kScaling)[row] = l == 0.0f ? 0.0f : 1.0f / l;
+    at<float>(L::kScaling)[row] = l == 0.0f ? 0.0f : args.value_scale / l;
     const int in_request = piece().first_row + row;
     if (args.lse == nullptr || in_request >= piece().tokens << args.heads_shift) return;
     args.lse[(int64_t{piece().first_token} << args.heads_shift) + in_request] = natural_lse(m, l);
@@ -838,7 +846,7 @@ __device__ __forceinline__ void make_piece(const Args& args, int tiles, int unit
   ptx::sync_block();
 }
 
-template <int kTiles, int kStages>
+template <int kTiles, int kStages, bool kFp8>
 __global__ void __launch_bounds__(kThreads, kTiles <= 3 ? 2 : 1) attention(const Args args) {
   ptx::pdl_wait();  // before the combining kernel may start, which reads lengths without waiting
   ptx::pdl_launch_dependents();
@@ -848,7 +856,7 @@ __global__ void __launch_bounds__(kThreads, kTiles <= 3 ? 2 : 1) attention(const
   const int begin = ptx::block() * chunk;
   const int end = begin + chunk < total ? begin + chunk : total;
   if (begin >= end) return;
-  Block<kTiles, kStages> block;
+  Block<kTiles, kStages, kFp8> block;
   block.shared = ptx::shared_memory<char>();
   block.own_warp = ptx::shfl(ptx::warp(), 0);
   Piece& piece = block.piece();

@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(kThreads) combine(const Args args, int tiles) 
   Batch batch;  // while the weights are computed
   batch.load(args, parts, ptx::block_y(), ptx::warp());
   const float2 total = weigh_parts(args, parts, stats, weights, scratch);
-  const float inverse = total.y == 0.0f ? 0.0f : 1.0f / total.y;
+  const float inverse = total.y == 0.0f ? 0.0f : args.value_scale / total.y;
   const int64_t first_row =
       (static_cast<int64_t>(place.request.first_token) << args.heads_shift) + tile * 8;
   const int left = (place.request.tokens << args.heads_shift) - tile * 8;

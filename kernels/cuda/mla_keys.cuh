@@ -1,6 +1,7 @@
 // A block's share of the keys, where they are, and how they come to shared memory.
 #pragma once
 
+#include "mla_fp8.cuh"
 #include "mla_layout.cuh"
 #include "mla_schedule.cuh"
 #include "ptx.cuh"
@@ -50,18 +51,20 @@ __device__ __forceinline__ const char* row_of(const Args& args, int where) {
 
 // This thread's part of a granule, by copies of `kCopiers` threads; zeros where there is no key.
 // `thread`: of the copiers; `where`: of the granule's key thread / (kCopiers / 16).
-template <int kCopiers>
+// kFp8: to where `widen_row` finds the row.
+template <int kCopiers, bool kFp8>
 struct KeyCopy {
   static constexpr int kLanes = kCopiers / kGranule;  // of a key
   static constexpr int kStride = 16 * kLanes;
-  static constexpr int kPieces = (kKeyBytes + kStride - 1) / kStride;
+  static constexpr int kBytes = kFp8 ? kFp8Bytes : kKeyBytes;
+  static constexpr int kPieces = (kBytes + kStride - 1) / kStride;
   const char* from;
   char* to;
   bool valid;
 
   __device__ __forceinline__ KeyCopy(const Args& args, char* stage, int where, int thread)
       : from(static_cast<const char*>(args.kv) + thread % kLanes * 16),
-        to(stage + thread / kLanes * kRowBytes + thread % kLanes * 16),
+        to(stage + thread / kLanes * kRowBytes + (kFp8 ? kFp8Place : 0) + thread % kLanes * 16),
         valid(where != kNoKey) {
     if (valid) from = row_of(args, where) + thread % kLanes * 16;
   }
@@ -69,7 +72,7 @@ struct KeyCopy {
   // Where the last pieces are not enough for all lanes, the first ones take them.
   __device__ __forceinline__ void issue(int i, int thread) const {
     if (to == nullptr) return;  // no granule
-    if ((i + 1) * kStride <= kKeyBytes || i * kStride + thread % kLanes * 16 < kKeyBytes) {
+    if ((i + 1) * kStride <= kBytes || i * kStride + thread % kLanes * 16 < kBytes) {
       ptx::cp_async_16(to + i * kStride, from + i * kStride, valid);
     }
   }

@@ -272,6 +272,12 @@ OVERSTORY_DEVICE std::uint32_t pack_bf16x2(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
   return bits;
 }
+/// Products of two pairs; numbers below the smallest normal one count.
+OVERSTORY_DEVICE std::uint32_t mul_bf16x2(std::uint32_t a, std::uint32_t b) {
+  std::uint32_t product;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
 /// Round to nearest even; beyond the range infinity.
 OVERSTORY_DEVICE std::uint32_t pack_f16x2(float low, float high) {
   std::uint32_t bits;

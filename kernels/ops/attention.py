@@ -7,6 +7,7 @@ import itertools
 import torch
 
 from overstory.kernels import reference
+from overstory.kernels.reference.kv_fp8 import is_fp8
 
 from .attention_checks import check_decode, check_kernel_limits, check_verify
 from .choice import launch, library_for
@@ -31,6 +32,7 @@ def verify_attention(
     v_head_dim: int = 512,
     causal: bool = True,
     lse: torch.Tensor | None = None,
+    kv_scale: float = 1.0,
     mask_words: torch.Tensor | None = None,
     tail: torch.Tensor | None = None,
     max_q: int | None = None,
@@ -40,17 +42,18 @@ def verify_attention(
 ) -> torch.Tensor:
     """`reference.verify_attention`, with what a captured launch wants beyond it.
 
-    On CUDA: q and kv bfloat16, D = 576, v_head_dim = 512, heads 2, 4, 8 or 16, up to 64 rows per
-    request. Nothing is read on the host: the launch holds for any lengths, and for fewer requests'
-    rows than it was captured with. Rows of q that no request owns give 0 (lse -inf).
+    On CUDA: q bfloat16, kv that or e4m3, D = 576, v_head_dim = 512, heads 2, 4, 8 or 16, up to 64
+    rows per request. Nothing is read on the host: the launch holds for any lengths, and for fewer
+    requests' rows than it was captured with. Rows of q that no request owns give 0 (lse -inf).
 
     Args:
         q, kv, qo_indptr, kv_indptr, kv_indices, out_cache_loc, custom_mask, mask_indptr, scale,
-            v_head_dim, causal, lse: as there; `mask_indptr` int64, `lse` float32, the mask bool
-            or uint8.
+            v_head_dim, causal, lse, kv_scale: as there; `mask_indptr` int64, `lse` float32, the
+            mask bool or uint8.
         mask_words: [tokens] int64 instead of a mask: bit j of a row is set if it sees row j of its
             request (`reference.packed_mask`, flattened).
-        tail: [tokens, D] keys of the rows themselves, instead of those in `kv` at `out_cache_loc`.
+        tail: [tokens, D] keys of the rows themselves, instead of those in `kv` at `out_cache_loc`,
+            of the type of `kv`.
         max_q: no request has more rows; default all rows of q, at most 64. A tight bound is faster.
         out: [tokens, heads, v_head_dim] like q, receives the result; default a new tensor.
         workspace: bytes from `attention_workspace`; default taken from torch's allocator.
@@ -69,7 +72,7 @@ def verify_attention(
     blocks, min_chunk = _numbers(schedule)
     _verify(
         q, kv, qo_indptr, kv_indptr, kv_indices, out_cache_loc, custom_mask, mask_indptr,
-        mask_words, tail, scale, v_head_dim, causal, max(rows, 1), blocks, min_chunk, out,
+        mask_words, tail, scale, kv_scale, v_head_dim, causal, max(rows, 1), blocks, min_chunk, out,
         lse, workspace,
     )  # fmt: skip
     return out
@@ -84,6 +87,7 @@ def decode_attention(
     scale: float,
     v_head_dim: int = 512,
     lse: torch.Tensor | None = None,
+    kv_scale: float = 1.0,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     schedule: Schedule | None = None,
@@ -93,7 +97,7 @@ def decode_attention(
         out = q.new_empty(q.shape[0], q.shape[1], v_head_dim)
     blocks, min_chunk = _numbers(schedule)
     _decode(
-        q, kv, kv_indptr, kv_indices, scale, v_head_dim, blocks, min_chunk, out, lse,
+        q, kv, kv_indptr, kv_indices, scale, kv_scale, v_head_dim, blocks, min_chunk, out, lse,
         workspace,
     )  # fmt: skip
     return out
@@ -102,7 +106,7 @@ def decode_attention(
 def attention_workspace(
     device: torch.device | str, heads: int, max_q: int, schedule: Schedule | None = None
 ) -> torch.Tensor:
-    """Bytes that serve every call of either op with these numbers, of any batch and lengths.
+    """Bytes that serve every call of either op with these numbers, of any batch, lengths and cache.
 
     Calls that may run at the same time (on two streams) need one each.
     """
@@ -110,7 +114,9 @@ def attention_workspace(
     library = library_for("attention_workspace", device)
     if library is None:
         return torch.empty(0, dtype=torch.uint8, device=device)
-    schedule = schedule or default_schedule(library, device, heads, max_q)
+    if schedule is None:
+        both = (default_schedule(library, device, heads, max_q, fp8) for fp8 in (False, True))
+        schedule = max(both, key=lambda s: s.blocks)
     size = workspace_bytes(library, heads, max_q, schedule)
     return torch.empty(size, dtype=torch.uint8, device=device)
 
@@ -124,8 +130,8 @@ def _numbers(schedule: Schedule | None) -> tuple[int, int]:
 @register(
     "verify_attention(Tensor q, Tensor kv, Tensor qo_indptr, Tensor kv_indptr, Tensor kv_indices, "
     "Tensor out_cache_loc, Tensor? custom_mask, Tensor? mask_indptr, Tensor? mask_words, "
-    "Tensor? tail, float scale, int v_head_dim, bool causal, int max_q, int blocks, "
-    "int min_chunk, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace) -> ()",
+    "Tensor? tail, float scale, float kv_scale, int v_head_dim, bool causal, int max_q, "
+    "int blocks, int min_chunk, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace) -> ()",
     check_verify,
 )
 def _verify(
@@ -140,6 +146,7 @@ def _verify(
     mask_words: torch.Tensor | None,
     tail: torch.Tensor | None,
     scale: float,
+    kv_scale: float,
     v_head_dim: int,
     causal: bool,
     max_q: int,
@@ -161,15 +168,17 @@ def _verify(
             kv = torch.cat((cache, tail.view(len(tail), -1)))
         result = reference.verify_attention(
             q, kv, qo_indptr, kv_indptr, kv_indices, out_cache_loc, custom_mask, mask_indptr,
-            scale=scale, v_head_dim=v_head_dim, causal=causal, lse=lse,
+            scale=scale, v_head_dim=v_head_dim, causal=causal, lse=lse, kv_scale=kv_scale,
         )  # fmt: skip
         owned = slice(int(qo_indptr[0]), int(qo_indptr[-1]))
         out.zero_()
         out[owned] = result[owned]
         return
     check_kernel_limits(q, {"kv": kv, "tail": tail}, scale, v_head_dim)
-    heads = q.shape[1]
-    schedule = _schedule(blocks, min_chunk) or default_schedule(library, q.device, heads, max_q)
+    heads, fp8 = q.shape[1], is_fp8(kv)
+    schedule = _schedule(blocks, min_chunk) or default_schedule(
+        library, q.device, heads, max_q, fp8
+    )
     if workspace is None:
         size = workspace_bytes(library, heads, max_q, schedule)
         workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
@@ -205,6 +214,8 @@ def _verify(
         heads=heads,
         max_q=max_q,
         scale=scale,
+        fp8=int(fp8),
+        kv_scale=kv_scale,
         blocks=schedule.blocks,
         min_chunk=schedule.min_chunk,
     )
@@ -212,7 +223,7 @@ def _verify(
 
 @register(
     "decode_attention(Tensor q, Tensor kv, Tensor kv_indptr, Tensor kv_indices, float scale, "
-    "int v_head_dim, int blocks, int min_chunk, Tensor(a!) out, Tensor(b!)? lse, "
+    "float kv_scale, int v_head_dim, int blocks, int min_chunk, Tensor(a!) out, Tensor(b!)? lse, "
     "Tensor(c!)? workspace) -> ()",
     check_decode,
 )
@@ -222,6 +233,7 @@ def _decode(
     kv_indptr: torch.Tensor,
     kv_indices: torch.Tensor,
     scale: float,
+    kv_scale: float,
     v_head_dim: int,
     blocks: int,
     min_chunk: int,
@@ -232,13 +244,14 @@ def _decode(
     library = library_for("decode_attention", q.device)
     if library is None:
         result = reference.decode_attention(
-            q, kv, kv_indptr, kv_indices, scale=scale, v_head_dim=v_head_dim, lse=lse
-        )
+            q, kv, kv_indptr, kv_indices, scale=scale, v_head_dim=v_head_dim, lse=lse,
+            kv_scale=kv_scale,
+        )  # fmt: skip
         out.copy_(result)
         return
     check_kernel_limits(q, {"kv": kv}, scale, v_head_dim)
-    heads = q.shape[1]
-    schedule = _schedule(blocks, min_chunk) or default_schedule(library, q.device, heads, 1)
+    heads, fp8 = q.shape[1], is_fp8(kv)
+    schedule = _schedule(blocks, min_chunk) or default_schedule(library, q.device, heads, 1, fp8)
     if workspace is None:
         size = workspace_bytes(library, heads, 1, schedule)
         workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
@@ -262,6 +275,8 @@ def _decode(
         bs=q.shape[0],
         heads=heads,
         scale=scale,
+        fp8=int(fp8),
+        kv_scale=kv_scale,
         blocks=schedule.blocks,
         min_chunk=schedule.min_chunk,
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from overstory.kernels.reference.kv_fp8 import is_fp8
+
 from .checks import INTS, check_range, check_tensor
 
 WIDTH, VALUES = 576, 512
@@ -27,6 +29,7 @@ def check_verify(
     mask_words: torch.Tensor | None,
     tail: torch.Tensor | None,
     scale: float,
+    kv_scale: float,
     v_head_dim: int,
     causal: bool,
     max_q: int,
@@ -58,9 +61,12 @@ def check_verify(
         check_tensor("mask_words", mask_words, [tokens], (torch.int64,), device)
     if tail is not None:
         _check_rows("tail", tail, q)
+        if tail.dtype != kv.dtype:
+            raise ValueError(f"tail is {tail.dtype}, kv {kv.dtype}; want one type")
         if tail.shape[0] != tokens:
             raise ValueError(f"tail has {tail.shape[0]} rows; q has {tokens}")
     numbers = (blocks, min_chunk)
+    _check_scale(kv, kv_scale)
     _check_common(q, kv, kv_indices, scale, v_head_dim, numbers, out, lse, workspace)
 
 
@@ -70,6 +76,7 @@ def check_decode(
     kv_indptr: torch.Tensor,
     kv_indices: torch.Tensor,
     scale: float,
+    kv_scale: float,
     v_head_dim: int,
     blocks: int,
     min_chunk: int,
@@ -80,6 +87,7 @@ def check_decode(
     """Raises ValueError where the arguments of `decode_attention` do not fit."""
     check_tensor("kv_indptr", kv_indptr, [q.shape[0] + 1], INTS, q.device)
     numbers = (blocks, min_chunk)
+    _check_scale(kv, kv_scale)
     _check_common(q, kv, kv_indices, scale, v_head_dim, numbers, out, lse, workspace)
 
 
@@ -150,12 +158,23 @@ def _check_common(
         check_tensor("workspace", workspace, [None], (torch.uint8,), q.device)
 
 
+def _check_scale(kv: torch.Tensor, kv_scale: float) -> None:
+    """As the reference: a positive number for e4m3, 1 for any other cache."""
+    if not 0.0 < kv_scale < float("inf"):
+        raise ValueError(f"kv_scale is {kv_scale}; want a positive number")
+    if kv_scale != 1.0 and not is_fp8(kv):
+        raise ValueError(f"kv_scale is {kv_scale}, but kv is {kv.dtype}; want 1")
+
+
 def _check_rows(name: str, rows: torch.Tensor, q: torch.Tensor) -> None:
     """Keys: [n, D] or [n, 1, D], rows any multiple of 16 bytes apart."""
     width = q.shape[2]
     if rows.shape not in ((rows.shape[0], width), (rows.shape[0], 1, width)):
         raise ValueError(f"{name} has shape {list(rows.shape)}; want [*, 1, {width}]")
-    if rows.dtype != q.dtype or rows.device != q.device:
-        raise ValueError(f"{name} is {rows.dtype} on {rows.device}; q {q.dtype} on {q.device}")
+    if (rows.dtype != q.dtype and not is_fp8(rows)) or rows.device != q.device:
+        raise ValueError(
+            f"{name} is {rows.dtype} on {rows.device}; q {q.dtype} on {q.device}; want the type of "
+            "q, or e4m3 (torch.float8_e4m3fn, or its bytes)"
+        )
     if rows.stride(-1) != 1:
         raise ValueError(f"columns of {name} are {rows.stride(-1)} elements apart; want 1")

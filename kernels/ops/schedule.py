@@ -29,7 +29,7 @@ class Schedule:
 
 @functools.cache
 def default_schedule(
-    library: KernelLibrary, device: torch.device, heads: int, max_q: int
+    library: KernelLibrary, device: torch.device, heads: int, max_q: int, fp8: bool = False
 ) -> Schedule:
     """As many blocks as the device runs at a time, the share up to the kernel.
 
@@ -39,7 +39,7 @@ def default_schedule(
     if device.type != "cuda":
         return Schedule(_SIMULATED_BLOCKS, 0)
     with torch.cuda.device(device):
-        per_sm = library.query("attention_blocks_per_sm", heads=heads, max_q=max_q)
+        per_sm = library.query("attention_blocks_per_sm", heads=heads, max_q=max_q, fp8=int(fp8))
     if per_sm < 1:
         name = torch.cuda.get_device_name(device)
         raise NoDeviceError(f"{name} cannot hold a block of the attention kernel")

@@ -98,6 +98,8 @@ def verify(
         heads=case.heads,
         max_q=max_q,
         scale=case.scale,
+        fp8=0,
+        kv_scale=1.0,
         blocks=blocks,
         min_chunk=min_chunk,
     )
@@ -132,6 +134,8 @@ def decode(
         bs=tokens,
         heads=case.heads,
         scale=case.scale,
+        fp8=0,
+        kv_scale=1.0,
         blocks=blocks,
         min_chunk=min_chunk,
     )

@@ -6,7 +6,6 @@ docs/kernels.md says which reports each is for.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -39,6 +38,7 @@ def verify(case: Case, mask: str = "bytes", dense: bool = False, **options: Any)
         case.kv_indices,
         case.out_cache_loc,
         scale=case.scale,
+        kv_scale=case.kv_scale or 1.0,
         causal=mask == "causal",
         lse=lse,
         out=out,
@@ -184,8 +184,3 @@ def check_repeated_slots(device: str, prefix: int = 50) -> None:
     case.kv_indices[10 : prefix - 10] = case.kv_indices[3]
     case.kv_indices[prefix : 2 * prefix] = case.kv_indices[:prefix]
     check(verify(case, schedule=FINE), case.expected())
-
-
-def in_fp8(case: Case, kv_scale: float) -> Case:
-    """The same requests over a cache in e4m3."""
-    return dataclasses.replace(case, kv_scale=kv_scale)

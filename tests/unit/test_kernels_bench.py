@@ -12,7 +12,7 @@ import torch
 from overstory.kernels.bench import inputs, measure, plot
 from overstory.kernels.bench.__main__ import main
 from overstory.kernels.bench.baselines.foreign_sglang import ForeignSglang
-from overstory.kernels.bench.cases import GOALS, MAX_SLOTS, AttentionCase, every_case
+from overstory.kernels.bench.cases import FP8, GOALS, MAX_SLOTS, AttentionCase, every_case
 from overstory.kernels.bench.ceilings import Ceilings
 from overstory.kernels.bench.goals import goal_table
 from overstory.kernels.bench.implementations import Implementation, from_sglang
@@ -37,12 +37,13 @@ def test_work_is_counted() -> None:
     assert case.kv_bytes == (1024 + 9) * 1152
     assert case.flops == 2 * 72 * (1024 + 9) * 1088
     assert AttentionCase("decode_attention", 4, 1, 100).kv_bytes == 4 * 100 * 1152
+    assert dataclasses.replace(case, kv_dtype=FP8).kv_bytes == (1024 + 9) * 576
 
 
 def test_every_case_fits_and_comes_once() -> None:
     cases = every_case()
     assert cases[: len(GOALS)] == GOALS
-    shapes = [(c.op, c.bs, c.q, c.context, c.heads) for c in cases]
+    shapes = [(c.op, c.bs, c.q, c.context, c.heads, c.kv_dtype) for c in cases]
     assert len(set(shapes)) == len(shapes)
     for case in cases:
         sets = inputs.number_of_sets(case, 60 << 20)

@@ -349,6 +349,13 @@ inline std::uint16_t float_to_bf16(float value) {
 inline std::uint32_t pack_bf16x2(float low, float high) {
   return float_to_bf16(low) | static_cast<std::uint32_t>(float_to_bf16(high)) << 16;
 }
+inline std::uint32_t mul_bf16x2(std::uint32_t a, std::uint32_t b) {
+  const auto product = [](std::uint32_t x, std::uint32_t y) {
+    return bf16_to_float(static_cast<std::uint16_t>(x)) *
+           bf16_to_float(static_cast<std::uint16_t>(y));
+  };
+  return pack_bf16x2(product(a, b), product(a >> 16, b >> 16));
+}
 
 namespace detail {
 
