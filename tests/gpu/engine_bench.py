@@ -7,6 +7,7 @@ what else the machine does falls on all alike.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -22,6 +23,8 @@ REPEATS = 3
 POLICIES = ("plain", "chain", "tree-15", "tree-31", "tree-63", "auto")
 WARM_NEW = 24
 MEASURE_SECONDS = 8.0
+TIMED_SECONDS = 0.4
+"""Least time of a row; batches of greedy requests are done in a tenth of a second."""
 
 
 class Cell(NamedTuple):
@@ -41,9 +44,10 @@ def new_tokens(drafts: bool, requests: int, temperature: float) -> int:
 
 
 def cells() -> Iterator[Cell]:
-    """Repeats outermost: when time is up, all cells have about as many."""
+    """Repeats outermost: when time is up, all cells have about as many. Each size and temperature
+    is run once before any is timed."""
     for repeat in range(1 + REPEATS):
-        for requests in ORDER if repeat else (ORDER[0], max(ORDER)):
+        for requests in ORDER:
             for temperature in TEMPERATURES:
                 yield Cell(repeat, requests, temperature)
 
@@ -119,7 +123,8 @@ class Bench:
                     file.write(json.dumps(row) + "\n")
 
     def _timed(self, policy: str | None, cell: Cell) -> dict[str, Any]:
-        from engine_cuda import timed
+        from engine_cuda import timed_for
+        from machine_noise import quiet_and_watched
 
         alone = self._engine.scheduler.server_args.speculative_algorithm is None
         new = new_tokens(not alone and policy != "plain", cell.requests, cell.temperature)
@@ -130,9 +135,10 @@ class Bench:
         }
         if cell.temperature:
             params["sampling_seed"] = 10 + cell.repeat
-        before = _by_depth()
-        with self._under(policy):
-            rate = timed(self._engine, self._prompts(cell.requests), params)
+        before, noise = _by_depth(), dict[str, float]()
+        seconds = TIMED_SECONDS if cell.repeat else 0.001
+        with self._under(policy), quiet_and_watched(noise):
+            rate, each = timed_for(self._engine, self._prompts(cell.requests), params, seconds)
         after = _by_depth()
         return {
             "policy": str(policy),
@@ -140,6 +146,8 @@ class Bench:
             "T": cell.temperature,
             "repeat": cell.repeat,
             **rate.as_dict(),
+            "each_ms": [round(ms, 3) for ms in each],
+            "noise": {name: round(value, 3) for name, value in noise.items()},
             "ran": {
                 name: [now - was for now, was in zip(counts, before.get(name, ()), strict=False)]
                 or counts
@@ -241,19 +249,22 @@ def leases(
     pairs: int = 8,
 ) -> list[dict[str, float]]:
     """Tokens/s of tree-31 with and without leases, in turn."""
-    from engine_cuda import timed
+    from engine_cuda import timed_for
+    from machine_noise import quiet_and_watched
 
     params: Mapping[str, Any] = {"temperature": 0.0, "max_new_tokens": 640, "ignore_eos": True}
     found = []
+
+    def rate() -> float:
+        whole, _ = timed_for(engine, [prompt], params, TIMED_SECONDS)
+        return whole.as_dict()["tokens_per_s"]
+
     for number in range(1 + pairs):
         rates = {}
         for kind in ("free", "leased") if number % 2 else ("leased", "free"):
-            with under("tree-31"):
-                if kind == "free":
-                    rates[kind] = timed(engine, [prompt], params).as_dict()["tokens_per_s"]
-                    continue
-                with Leases(engine):
-                    rates[kind] = timed(engine, [prompt], params).as_dict()["tokens_per_s"]
+            with under("tree-31"), quiet_and_watched({}):
+                with Leases(engine) if kind == "leased" else contextlib.nullcontext():
+                    rates[kind] = rate()
         if number:
             found.append(rates)
     return found

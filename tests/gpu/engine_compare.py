@@ -54,7 +54,8 @@ def compare_texts(every: dict[str, dict[str, Any]], kind: str, reference: str) -
             if base is not None:
                 print(f"  {role} {policy}: {parted(texts, next(iter(base.values())), gaps)}")
             if "plain" in said and policy != "plain":
-                own = parted(texts, said["plain"], report.get("gaps"))
+                gaps_here = report.get("ruled_gaps" if kind == "ruled" else "gaps")
+                own = parted(texts, said["plain"], None if kind == "sampled" else gaps_here)
                 print(f"  {role} {policy} against its plain: {own}")
 
 
@@ -174,6 +175,10 @@ def speeds(every: dict[str, dict[str, Any]]) -> None:
                 f"    {name:8} {rates[name]:8.0f} ({runs})  {ms:.3f} ms  {each:.2f}  "
                 f"{rates[name] / best:.3f}"
             )
+    noise = [row for report in every.values() for row in report.get("bench", []) if "noise" in row]
+    if noise:
+        sums = {name: sum(row["noise"][name] for row in noise) for name in noise[0]["noise"]}
+        print("  in all: " + ", ".join(f"{name} {value:.1f}" for name, value in sums.items()))
     for role, report in every.items():
         for row in report.get("long", []):
             print(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,23 +29,51 @@ class CudaEngine(EngineHarness):
 
     device = "cuda"
 
-    def free_run(self, rids: Sequence[str]) -> None:
-        """Lets the loop run until the requests are done, then stops it at its gate."""
+    def _wire(self) -> None:
+        super()._wire()
+        self._left: set[str] = set()
+        self._over = threading.Event()
+        self._over_at = 0.0
+        collector = self.scheduler.output_streamer.send_to_detokenizer
+        given = collector.send_output
+
+        def send_output(message: Any, request: Any = None) -> None:
+            given(message, request)
+            if self._left and all(self.outputs[rid].done for rid in self._left):
+                self._over_at = time.perf_counter()
+                self._left = set()
+                self._over.set()
+
+        collector.send_output = send_output
+
+    def free_run(self, rids: Sequence[str]) -> float:
+        """Lets the loop run until the requests are done, then stops it at its gate.
+
+        Nothing polls meanwhile: another thread that wakes takes the interpreter from the loop.
+
+        Returns:
+            when the last token was out, by `time.perf_counter`.
+        """
         deadline = time.monotonic() + RUN_DEADLINE_S
+        self._over.clear()
+        self._over_at = time.perf_counter()
+        self._left = {rid for rid in rids if not self.outputs[rid].done}
+        if not self._left:
+            return self._over_at
         with self._gate.condition:
             self._gate.allowed = _MANY
             self._gate.condition.notify_all()
         try:
-            while not all(self.outputs[rid].done for rid in rids):
+            while not self._over.wait(1.0):
                 if self._gate.ended is not None or time.monotonic() > deadline:
                     break
-                time.sleep(0.001)
         finally:
             with self._gate.condition:
                 self._gate.allowed = 0
         self._gate.wait_idle()
         left = [rid for rid in rids if not self.outputs[rid].done]
         assert not left, f"{len(left)} of {len(rids)} requests not done"
+        return self._over_at
 
     def run_steps(self, iterations: int) -> None:
         """Lets so many iterations pass without a stop at each."""
@@ -102,8 +131,7 @@ def timed(engine: CudaEngine, prompts: Sequence[Sequence[int]], params: Mapping[
             break
     before = sum(len(output.ids) for output in watch)
     forwards, begun = engine.scheduler.forward_ct, time.perf_counter()
-    engine.free_run(rids)
-    seconds = time.perf_counter() - begun
+    seconds = engine.free_run(rids) - begun
     rate = Rate(
         sum(len(output.ids) for output in watch) - before,
         seconds,
@@ -111,3 +139,28 @@ def timed(engine: CudaEngine, prompts: Sequence[Sequence[int]], params: Mapping[
     )
     engine.step(3)
     return rate
+
+
+def timed_for(
+    engine: CudaEngine,
+    prompts: Sequence[Sequence[int]],
+    params: Mapping[str, Any],
+    seconds: float,
+) -> tuple[Rate, list[float]]:
+    """As `timed`, batch after batch until so many seconds were timed: what disturbs a machine comes
+    in stretches of tenths of a second. Sampled batches get seeds of their own.
+
+    Returns:
+        all of it, and milliseconds per forward of each batch.
+    """
+    whole, each = Rate(0, 0.0, 0), []
+    while whole.seconds < seconds:
+        asked = dict(params)
+        if "sampling_seed" in asked:
+            asked["sampling_seed"] += 1000 * len(each)
+        one = timed(engine, prompts, asked)
+        each.append(one.as_dict()["ms_per_forward"])
+        whole = Rate(
+            whole.tokens + one.tokens, whole.seconds + one.seconds, whole.forwards + one.forwards
+        )
+    return whole, each

@@ -62,14 +62,19 @@ def saying(out: Path) -> Iterator[None]:
         yield
 
 
-def wait_for_texts(out: Path, deadline: float) -> None:
-    """Until nobody says texts any more, or time is up: one that hangs does not hold the rest."""
+def wait_for_texts(out: Path, deadline: float) -> bool:
+    """Until nobody says texts any more, or time is up: one that hangs does not hold the rest.
+
+    Returns:
+        whether nobody does.
+    """
     with (out / "texts.lock").open("a") as held:
         while time.time() < deadline:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
+                return True
             time.sleep(0.05)
+    return False
 
 
 @contextlib.contextmanager
@@ -240,6 +245,10 @@ def say_gaps(engine: Any) -> list[list[float]]:
     """Log-probability of the best token over that of the second, at each place of the texts."""
     with under(policies_of(engine)[0]):
         rids = engine.texts(prompts(8), GREEDY, return_logprob=True, top_logprobs_num=2)
+    return _gaps(engine, rids)
+
+
+def _gaps(engine: Any, rids: Sequence[str]) -> list[list[float]]:
     every = [engine.outputs[rid].top_logprobs for rid in rids]
     return [
         [max(best.values()) - min(best.values()) for best in of_request] for of_request in every
@@ -547,7 +556,8 @@ def _logprobs_after(engine: Any, context: list[int]) -> Any:
     return values
 
 
-def say_ruled(engine: Any) -> dict[str, Any]:
+def say_ruled(engine: Any, report: Report) -> dict[str, Any]:
+    """Texts under rules for logits; the gaps of plain's best two, after the rules, apart."""
     kinds = [
         {"frequency_penalty": 0.5},
         {"repetition_penalty": 1.3, "presence_penalty": 0.2},
@@ -558,8 +568,10 @@ def say_ruled(engine: Any) -> dict[str, Any]:
     said = {}
     for policy in policies_of(engine):
         with under(policy):
-            rids = engine.texts(prompts(8), params, return_logprob=True, top_logprobs_num=1)
+            rids = engine.texts(prompts(8), params, return_logprob=True, top_logprobs_num=2)
         said[str(policy)] = [engine.outputs[rid].ids for rid in rids]
+        if len(said) == 1:
+            report.put("ruled_gaps", _gaps(engine, rids))
     return said
 
 
@@ -615,7 +627,13 @@ def profile(engine: Any) -> dict[str, Any]:
         engine.abort(rid)
         engine.step(4)
     averages = tracer.key_averages()
-    device_ms = sum(event.self_device_time_total for event in averages) / 1e3 / steps
+    # SGLang's annotations span kernels, and operators count what their kernels do.
+    kernels = [
+        event
+        for event in averages
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+    ]
+    device_ms = sum(event.self_device_time_total for event in kernels) / 1e3 / steps
     return {
         "device_ms": device_ms,
         "step_ms": step_ms,
@@ -652,7 +670,7 @@ def main() -> None:
         if not role.startswith("long"):
             say(engine, role, report)
     if not role.startswith("fp32"):
-        wait_for_texts(out, UNTIL - 110)
+        report.put("texts_over", wait_for_texts(out, UNTIL - 110))
     if role in RINGED:
         bench(engine, role, [other for other in roles if other in RINGED], out, report)
     if role.startswith("long"):
@@ -675,8 +693,10 @@ def say(engine: Any, role: str, report: Report) -> None:
     report.attempt("logprobs", lambda: say_logprobs(engine))
     if role == "ours":
         report.attempt("sampled", lambda: say_sampled(engine))
-        report.attempt("ruled", lambda: say_ruled(engine))
+        report.attempt("ruled", lambda: say_ruled(engine, report))
         report.attempt("steps", lambda: say_steps(engine))
+    if role == "fp32_triton":  # before anything is timed
+        report.attempt("nodes", lambda: say_node_logits(engine))
 
 
 def bench(engine: Any, role: str, ringed: list[str], out: Path, report: Report) -> None:
@@ -725,6 +745,8 @@ def after(engine: Any, role: str, out: Path, report: Report) -> None:
     if role == "ours":
         import engine_bench
 
+        chooser = engine.scheduler.draft_worker.chooser
+        report.attempt("auto", lambda: chooser.report())
         report.attempt("steps_after", lambda: say_steps(engine))
         report.attempt("greedy_without_graphs", lambda: say_without_graphs(engine))
         report.attempt("kernel_logits", lambda: say_kernel_logits(engine))
@@ -735,8 +757,6 @@ def after(engine: Any, role: str, out: Path, report: Report) -> None:
         report.attempt("partings", lambda: say_partings(engine, said))
         report.attempt("nodes", lambda: say_node_logits(engine))
         report.attempt("greedy_spine", lambda: say_greedy(engine, ("plain", "spine-15")))
-    elif role == "fp32_triton":
-        report.attempt("nodes", lambda: say_node_logits(engine))
 
 
 if __name__ == "__main__":
