@@ -1,11 +1,17 @@
 """What SGLang's MLA pool stores under `--kv-cache-dtype fp8_e4m3` is what our reference says."""
 
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from overstory.kernels import reference
 from overstory.kernels.reference import dequantize_kv, quantize_kv
+from overstory.workers.seam import cuda_attention
+from overstory.workers.seam.cuda_limits import AttentionShape
 
 SCALE = 0.37
 
@@ -26,3 +32,58 @@ def test_the_pool_stores_our_bytes() -> None:
         dequantize_kv(values, SCALE), meant[..., :512], atol=0, rtol=0, equal_nan=True
     )
     assert bool(meant[8, 0, 5].isnan())
+
+
+def batch_of(mode: ForwardMode, lengths: list[int], written: torch.Tensor, rows: int) -> Any:
+    return SimpleNamespace(
+        forward_mode=mode,
+        seq_lens=torch.tensor(lengths),
+        req_pool_indices=torch.arange(len(lengths)),
+        out_cache_loc=written,
+        spec_info=SimpleNamespace(draft_token_num=rows, mask_words=None),
+    )
+
+
+@pytest.mark.parametrize("scale", [None, SCALE])
+def test_the_backend_writes_and_reads_such_a_pool(
+    monkeypatch: pytest.MonkeyPatch, scale: float | None
+) -> None:
+    """Verify of three rows, then decode of one, over two requests; on the reference ops."""
+    monkeypatch.setattr(cuda_attention, "attention_shape", lambda _: AttentionShape(8, 3))
+    pool = MLATokenToKVPool(100, 1, torch.float8_e4m3fn, 512, 64, 1, "cpu", False)
+    table = torch.randperm(100, generator=torch.Generator().manual_seed(3))[:80].view(2, 40)
+    runner = SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(req_to_token=table), token_to_kv_pool=pool
+    )
+    backend = cuda_attention.OverstoryAttention(runner, others=None)
+    layer = SimpleNamespace(
+        layer_id=0, scaling=0.05, v_head_dim=512, tp_q_head_num=8, qk_head_dim=576,
+        k_scale=None if scale is None else torch.tensor(scale), k_scale_float=scale,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(4)
+    rows = torch.randn(101, 1, 576, generator=generator).bfloat16()
+    divided = rows if scale is None else (rows / torch.tensor(scale)).bfloat16()
+    stored = quantize_kv(divided)
+    options = {"scale": 0.05, "kv_scale": scale or 1.0}
+    lengths = [20, 11]
+    prefixes = torch.cat([table[b, :n] for b, n in enumerate(lengths)])
+    pool.kv_buffer[0][prefixes] = stored.view(torch.uint8)[prefixes]
+
+    new = torch.cat([table[b, n : n + 3] for b, n in enumerate(lengths)])
+    q = torch.randn(6, 8, 576, generator=generator).bfloat16()
+    batch = batch_of(ForwardMode.TARGET_VERIFY, lengths, new, 3)
+    backend.init_forward_metadata(batch)
+    got = backend.forward_extend(q, rows[new], rows[new][..., :512], layer, batch)
+    bounds = torch.tensor([0, 3, 6]), torch.tensor([0, 20, 31])
+    want = reference.verify_attention(q, stored, *bounds, prefixes, new, **options)
+    torch.testing.assert_close(got.view(6, 8, 512), want)
+    assert torch.equal(pool.kv_buffer[0][new], stored.view(torch.uint8)[new])
+
+    lengths = [24, 15]
+    last = torch.stack([table[b, n - 1] for b, n in enumerate(lengths)])
+    batch = batch_of(ForwardMode.DECODE, lengths, last, 1)
+    backend.init_forward_metadata(batch)
+    got = backend.forward_decode(q[:2], rows[last], rows[last][..., :512], layer, batch)
+    slots = torch.cat([table[b, :n] for b, n in enumerate(lengths)])
+    want = reference.decode_attention(q[:2], stored, torch.tensor([0, 24, 39]), slots, **options)
+    torch.testing.assert_close(got.view(2, 8, 512), want)

@@ -22,12 +22,12 @@ def some(sample: list[int], rest: list[int]) -> list[object]:
     return [*sample, *(pytest.param(value, marks=full) for value in rest)]
 
 
-@pytest.mark.parametrize("q", some([1, 4, 9], [2, 3, 5, 6, 7, 8, 17]))
+@pytest.mark.parametrize("q", some([4, 9], [1, 2, 3, 5, 6, 7, 8, 17]))
 def test_lengths_and_every_number_of_tiles(q: int) -> None:
     attention_fp8.check_lengths("cpu", q, (0, 15, 17, 31), 0.37)
 
 
-@pytest.mark.parametrize("q", some([9], [1, 2, 3, 4, 5, 8]))
+@pytest.mark.parametrize("q", some([1], [2, 3, 4, 5, 8, 9]))
 def test_long_enough_to_go_around(q: int) -> None:
     attention_fp8.check_lengths("cpu", q, (532, 1, 180), 1.0)
 

@@ -199,7 +199,7 @@ def test_torch_knows_what_each_op_writes() -> None:
     calls = {
         "verify_attention": (
             *(inputs[name] for name in ("q", "kv", "qo_indptr", "kv_indptr", "kv_indices")),
-            *(inputs["out_cache_loc"], None, None, None, None, 0.2, 16, True, 4, 0, 0, out),
+            *(inputs["out_cache_loc"], None, None, None, None, 0.2, 1.0, 16, True, 4, 0, 0, out),
             *(torch.empty(4, 2), None),
         ),
         "tree_accept": (

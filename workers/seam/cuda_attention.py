@@ -131,6 +131,7 @@ class OverstoryAttention(AttentionBackend):
             self._lists.slots,
             forward_batch.out_cache_loc,
             scale=layer.scaling,
+            kv_scale=_scale_of(layer),
             v_head_dim=layer.v_head_dim,
             mask_words=plan.words,
             max_q=plan.rows,
@@ -159,6 +160,7 @@ class OverstoryAttention(AttentionBackend):
             plan.key_bounds,
             self._lists.slots,
             scale=layer.scaling,
+            kv_scale=_scale_of(layer),
             v_head_dim=layer.v_head_dim,
             out=out,
             workspace=self._workspace,
@@ -213,13 +215,20 @@ class OverstoryAttention(AttentionBackend):
         assert self._plan is not None, "init_forward_metadata runs before every forward"
         if save_kv_cache and k is not None:
             place = KVWriteLoc(forward_batch.out_cache_loc, None)
-            self.token_to_kv_pool.set_kv_buffer(layer, place, k, v)
+            # The pool only rounds to its type: as SGLang's Triton backend, so that prefill agrees.
+            scaled = k if layer.k_scale is None else (k / layer.k_scale).to(k.dtype)
+            self.token_to_kv_pool.set_kv_buffer(layer, place, scaled, v)
         return self._plan
 
     def _queries_and_room(self, q: torch.Tensor, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         room = queries.new_empty(queries.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         return queries, room
+
+
+def _scale_of(layer: Any) -> float:
+    """What rows of this layer's cache are multiplied by; 1 where the checkpoint has no scale."""
+    return 1.0 if layer.k_scale_float is None else float(layer.k_scale_float)
 
 
 def _causal_word(row: int) -> int:

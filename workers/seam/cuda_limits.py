@@ -10,7 +10,10 @@ import torch
 from overstory.kernels.ops.attention import MAX_ROWS, attention_workspace
 from overstory.kernels.ops.attention_checks import HEADS, VALUES, WIDTH
 
-__all__ = ["MAX_ROWS", "AttentionShape", "attention_shape"]
+__all__ = ["CACHES", "MAX_ROWS", "AttentionShape", "attention_shape"]
+
+CACHES = (torch.bfloat16, torch.float8_e4m3fn)
+"""Types of a KV cache that the kernels read."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +63,10 @@ def attention_shape(model_runner: Any) -> AttentionShape:
             f"{heads}: choose another tp_size or {instead}"
         )
     cache = model_runner.token_to_kv_pool.dtype
-    if (model_runner.dtype, cache) != (torch.bfloat16, torch.bfloat16):
+    if model_runner.dtype != torch.bfloat16 or cache not in CACHES:
         raise ValueError(
             f"attention_backend=overstory computes in bfloat16, got dtype {model_runner.dtype} "
-            f"and a KV cache of {cache}: set both to bfloat16 or {instead}"
+            f"and a KV cache of {cache}: set dtype to bfloat16 and kv_cache_dtype to bfloat16 or "
+            f"fp8_e4m3, or {instead}"
         )
     return AttentionShape(heads, int(arguments.speculative_num_draft_tokens or 1))
