@@ -60,6 +60,12 @@ def test_slot_rows_hold_a_step_at_the_end_of_the_context(make: Any) -> None:
         ({"speculative_draft_model_path": "/nonexistent/drafter"}, "/nonexistent/drafter"),
         ({"attention_backend": "intel_amx"}, "mask"),
         ({"speculative_draft_window_size": 128}, "speculative_draft_window_size"),
+        ({"speculative_accept_threshold_single": 0.5}, "speculative_accept_threshold_single"),
+        ({"speculative_accept_threshold_acc": 0.9}, "speculative_accept_threshold_acc"),
+        ({"speculative_use_rejection_sampling": True}, "speculative_use_rejection_sampling"),
+        ({"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["all"]}, "enable_lora"),
+        ({"disaggregation_mode": "decode"}, "disaggregation_mode"),
+        ({"pp_size": 2}, "pp_size"),
     ],
 )
 def test_what_cannot_work_is_refused(make: Any, changes: dict[str, Any], words: str) -> None:
@@ -85,3 +91,11 @@ def test_a_drafter_of_another_vocabulary_is_refused(
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 4097}))
     with pytest.raises(ValueError, match="vocab_size is 4097"):
         make(speculative_draft_model_path=str(tmp_path))
+
+
+def test_embeddings_keep_their_dtype_on_every_device() -> None:
+    from overstory.workers.ddtree import hooks
+    from overstory.workers.seam.plugin import INSTALLERS
+
+    assert hooks.__name__ in INSTALLERS
+    assert any(patch.name.endswith("_extend_forward_kwargs") for patch in hooks.patches())

@@ -85,6 +85,10 @@ def _refuse_unsupported(arguments: ServerArgs) -> None:
         "enable_mixed_chunk": (arguments.enable_mixed_chunk, False),
         "enable_lora": (bool(arguments.enable_lora), False),
         "speculative_adaptive": (arguments.speculative_adaptive, False),
+        # They would be ignored: every token here is the target's own draw.
+        "speculative_accept_threshold_single": (arguments.speculative_accept_threshold_single, 1.0),
+        "speculative_accept_threshold_acc": (arguments.speculative_accept_threshold_acc, 1.0),
+        "speculative_use_rejection_sampling": (arguments.speculative_use_rejection_sampling, False),
         "speculative_draft_window_size": (arguments.speculative_draft_window_size, None),
         "disaggregation_mode": (arguments.disaggregation_mode, "null"),
     }
