@@ -83,6 +83,10 @@ class _ControllerActor:
         """See `Controller.hand_off`."""
         return await self._controller.hand_off(giver, taker, text)
 
+    async def donor(self) -> str:
+        """See `Controller.donor`."""
+        return self._controller.donor()
+
     async def replica_event(
         self, event: str, replica: str, actor: str, limits: HealthLimits, detail: Any
     ) -> None:
@@ -171,6 +175,9 @@ def ensure_controller(
         namespace=NAMESPACE,
         lifetime="detached",
         num_cpus=0,
+        # On the head: the loss of another host must not take along what knows of that loss. Ray's
+        # own resource, of which the head node alone has 1.
+        resources={"node:__internal_head__": 0.001},
         max_restarts=-1,
         max_task_retries=0,
         get_if_exists=True,

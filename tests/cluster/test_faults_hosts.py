@@ -114,7 +114,7 @@ def test_a_cut_link_and_then_the_loss_of_the_head() -> None:
         lab.set_port(other, up=False)
         gap_s = assert_whole(streams.results(), expected)
         assert gap_s < NOTICE_S
-        wait_until(lambda: "RESTARTING" in states(head), NOTICE_S, "the loss to be told")
+        wait_until(lambda: "RESTARTING" in states(head), 2 * NOTICE_S, "the loss to be told")
         picture = status(head)
         assert picture["ready"]
         assert any("gone without a word" in r["reason"] for r in picture["controller"]["health"])
