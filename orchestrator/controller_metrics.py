@@ -12,6 +12,9 @@ logger = logging.getLogger(__name__)
 
 EXPORT_EVERY_S = 5.0
 
+CANDIDATES = 4
+"""Ranks of candidates that are told apart: each is a series for each depth."""
+
 _FAULTS = ("condemned", "lost", "SUSPECT", "DEAD", "RETIRED")
 """Phases of the controller and states of health that are faults."""
 
@@ -56,9 +59,25 @@ class ControllerMetrics:
             if rank["rank"] == 0:
                 self._set("tokens_per_step", rank.get("tokens_per_forward"), replica=name)
                 self._set("tree_policy", 1.0, replica=name, policy=str(rank.get("policy")))
+                self._drafter(rank.get("auto") or {}, name)
                 load = rank["load"] or {}
                 self._set("engine_running", load.get("running"), replica=name)
                 self._set("engine_waiting", load.get("waiting"), replica=name)
+
+    def _drafter(self, auto: Mapping[str, Any], replica: str) -> None:
+        """What the automatic policy knows of the drafter; nothing where it has no cost table."""
+        if "switched_off" not in auto:
+            return
+        self._count("drafter_switched_off", auto["switched_off"], replica=replica)
+        self._set("drafter_in_use", float(auto["drafter"] != "off"), replica=replica)
+        for kind in ("greedy", "sampled"):
+            for parent, depths in auto[kind]["candidates"].items():
+                of = {"replica": replica, "kind": kind, "parent": parent}
+                for depth, ranks in depths.items():
+                    for candidate, share in ranks.items():
+                        if int(candidate) < CANDIDATES:
+                            each = {"depth": str(depth), "candidate": str(candidate)}
+                            self._set("draft_candidate_share", share, **of, **each)
 
     def _hand_offs(self, figures: Mapping[str, Any]) -> None:
         self._count("kv_handed_over_bytes", figures.get("bytes", 0))

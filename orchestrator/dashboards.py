@@ -96,6 +96,18 @@ REPLICA = (
         " / sum by (depth) (rate(draft_offered_total{}[$interval]))",
         "depth {{depth}}",
     ),)),
+    Panel("Acceptance by the drafter's rank of a candidate", "percentunit", ((
+        "avg by (kind, parent, candidate) (draft_candidate_share{depth=\"1\",})",
+        "{{kind}} depth 1 candidate {{candidate}}",
+    ), (
+        "avg by (kind, parent, candidate) (draft_candidate_share{depth=\"2\",})",
+        "{{kind}} depth 2 {{parent}} candidate {{candidate}}",
+    ))),
+    Panel("Drafter in use, switched off in an hour", "short", (
+        ("sum by (replica) (drafter_in_use{})", "{{replica}} in use"),
+        ("sum by (replica) (increase(drafter_switched_off_total{}[1h]))",
+         "{{replica}} switched off"),
+    )),
     Panel("Policy in force", "short", (("max by (replica, policy) (tree_policy{})",
                                         "{{replica}} {{policy}}"),)),
     Panel("Draft nodes that a step verifies of a request", "short", ((

@@ -121,6 +121,20 @@ CONTROLLER = (
     _gauge("tokens_per_second", "tokens/s", "Tokens committed, likewise", "replica", "rank"),
     _gauge("tokens_per_step", "tokens", "Tokens that a step commits of one request", "replica"),
     _gauge("tree_policy", "0 or 1", "The tree policy in force has 1", "replica", "policy"),
+    _gauge(
+        "draft_candidate_share", "share",
+        "Under the automatic policy: share of tried nodes that were accepted lately, by the "
+        "drafter's rank of them (0 is its best), depth, whether their parent is of first "
+        "candidates alone (spine), and kind of request (greedy, sampled)",
+        "replica", "kind", "parent", "depth", "candidate",
+    ),
+    _counter(
+        "drafter_switched_off", "times",
+        "The automatic policy found that the drafter does not fit its model", "replica",
+    ),
+    _gauge(
+        "drafter_in_use", "0 or 1", "The automatic policy drafts, or tries to again", "replica"
+    ),
     _gauge("engine_running", "requests", "Requests in the running batch", "replica"),
     _gauge("engine_waiting", "requests", "Requests in the engine's own queue", "replica"),
     _gauge(
