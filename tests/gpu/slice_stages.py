@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 STAGES = ("draft", "build", "attention", "moe", "dense", "head", "commit")
@@ -24,6 +23,10 @@ _TRITON_ATTENTION = ("_fwd_kernel", "_fwd_grouped_kernel", "_decode_att")
 _EXPERT_GEMM = ("marlin", "fused_moe_kernel")
 _MOE = ("moe", "router", "topk", "fused_gate", "gating", "fillfunctor", "memset")
 _GATED = ("act_and_mul", "silu_and_mul", "run_activation")
+
+
+IDLE_US = 5900.0
+"""Between profiled steps; a little under the bench's sleep."""
 
 
 class Kernel(NamedTuple):
@@ -45,20 +48,33 @@ def from_trace(events: Iterable[dict[str, Any]]) -> list[Kernel]:
     return sorted(found, key=lambda k: k.start)
 
 
-def split_steps(kernels: Sequence[Kernel], steps: int) -> list[list[Kernel]]:
-    """Cuts a run of ``steps`` steps at its longest pauses.
+def split_steps(
+    kernels: Sequence[Kernel], steps: int, idle_us: float = IDLE_US
+) -> list[list[Kernel]]:
+    """Cuts a run of ``steps`` steps where the device is idle after a walk of the tree.
+
+    The longest pauses alone do not tell: while it profiles, CUPTI may hold a graph's launch back
+    for longer than the sleep between two steps.
 
     Args:
-        kernels: by start; between steps the device was left idle for longer than within any.
+        kernels: by start; every step has one walk.
+        idle_us: the least pause between two steps.
+
+    Raises:
+        ValueError: not as many steps are found.
     """
-    assert 1 <= steps <= max(1, len(kernels)), (steps, len(kernels))
-    pauses, last = [], kernels[0].end if kernels else 0.0
-    for i in range(1, len(kernels)):
-        pauses.append((kernels[i].start - last, i))
-        last = max(last, kernels[i].end)
-    cuts = sorted(i for _, i in sorted(pauses, reverse=True)[: steps - 1])
-    bounds = [0, *cuts, len(kernels)]
-    return [list(kernels[a:b]) for a, b in pairwise(bounds)]
+    parts: list[list[Kernel]] = [[]]
+    walked, last = False, kernels[0].end if kernels else 0.0
+    for kernel in kernels:
+        if walked and kernel.start - last >= idle_us:
+            parts.append([])
+            walked = False
+        parts[-1].append(kernel)
+        last = max(last, kernel.end)
+        walked |= any(part in kernel.name.lower() for part in _ACCEPT)
+    if len(parts) != steps:
+        raise ValueError(f"got {len(parts)} steps in a profile of {steps}")
+    return parts
 
 
 def stages_of(kernels: Sequence[Kernel]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -12,8 +13,10 @@ sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 
 from slice_bench import keep_launches, read_launches
 from slice_config import published, rank_drafter, rank_target, toy, write_pair
+from slice_plot import draw, parts_ms
 from slice_points import POLICIES, ROWS, Cell, grid, slots
 from slice_policy import CHAIN_MEANS, judge, tokens_of
+from slice_rows import WHERE, read, write
 from slice_stages import (
     STAGES,
     Kernel,
@@ -23,7 +26,7 @@ from slice_stages import (
     stage_times,
     stages_of,
 )
-from slice_tables import exchanges_us, merged, steps
+from slice_tables import TABLES, exchanges_us, fill, merged, serving_us
 
 from overstory.workers.tree_policy import TreePolicy
 
@@ -103,8 +106,13 @@ def test_what_is_no_step_is_refused() -> None:
         stages_of(launches(NORM, GEMM, *COMMIT))
 
 
-def test_a_profile_is_cut_at_its_longest_pauses() -> None:
+def test_a_profile_is_cut_where_the_device_idles_after_a_walk() -> None:
     step = [*LAYER, *END, *COMMIT]
+    late = [Kernel("copy", 0.0, 1.0), *launches(*step, start=7000.0)]
+    found = split_steps([*late, *launches(*step, start=14_000.0)], 2)
+    assert [len(part) for part in found] == [len(step) + 1, len(step)], "a launch held back"
+    with pytest.raises(ValueError, match="got 1 steps in a profile of 2"):
+        split_steps(late, 2)
     run = [k for i in range(3) for k in launches(*step, start=i * 9000.0, pause=0.7)]
     parts = split_steps(run, 3)
     assert [len(part) for part in parts] == [len(step)] * 3
@@ -213,13 +221,42 @@ def test_launches_are_kept_for_another_cut(tmp_path: Path) -> None:
     )
 
 
-def test_tables_keep_the_shortest_step_and_its_stages() -> None:
-    where = {"backend": "overstory", "batch": 1, "context": 1024, "rows": 9}
-    stages = dict.fromkeys((*STAGES, "pauses"), 1000.0) | {"span": 8000.0}
-    again = where | {"step_us": 12_000, "stages_us": stages}
-    points = merged([where | {"step_us": 10_000}, again])
-    assert points == [where | {"step_us": 10_000, "stages_us": stages}]
-    line = steps(points)[2]
-    assert "| 10.00 |" in line
-    assert "| 2.00 | 10% |" in line
+ROWS_FILE = Path(__file__).parents[2] / "docs" / "benchmarks" / "rank_slice_h200.csv"
+PAGE = ROWS_FILE.with_suffix(".md")
+COMMON = dict.fromkeys(("gpu", "versions", "commit"), "")
+
+
+def test_the_pages_tables_are_those_of_its_rows() -> None:
+    page = PAGE.read_text()
+    assert fill(page, merged(read(ROWS_FILE))) == page, "run slice_tables.py ROWS.csv PAGE.md"
+    assert set(re.findall("<!-- table (.*) -->", page)) == set(TABLES)
+
+
+def test_the_plot_is_that_of_its_rows() -> None:
+    points = [
+        p
+        for p in merged(read(ROWS_FILE))
+        if (p["backend"], p["batch"], p["rows"]) == ("overstory", 1, 9)
+    ]
+    assert draw(points) == ROWS_FILE.with_suffix(".svg").read_text(), "run slice_plot.py"
+    for point in points:
+        assert sum(parts_ms(point).values()) == pytest.approx(
+            (serving_us(point) + exchanges_us(1, 9)) / 1000, abs=0.01
+        )
+
+
+def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
+    file = tmp_path / "again.csv"
+    points = read(ROWS_FILE)
+    with file.open("w") as out:
+        write(points, {}, out)
+    assert [p | COMMON for p in read(file)] == [p | COMMON for p in points]
+    assert len(points) == 55
+
+
+def test_tables_keep_the_last_timed_of_equal_points() -> None:
+    points = read(ROWS_FILE)
+    late = [p for p in merged(points) if p["backend"] == "overstory" and p["rows"] == 9]
+    assert {p["traced"] for p in late if p["context"] != 65536} == {1}
+    assert len(merged(points)) == len({tuple(p[name] for name in WHERE) for p in points})
     assert 0 < exchanges_us(1, 9) < exchanges_us(4, 33)
