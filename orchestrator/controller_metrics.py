@@ -30,6 +30,8 @@ class ControllerMetrics:
         self._counted: dict[Key, float] = {}
         self._gauges: set[Key] = set()
         self._states: dict[tuple[str, str], str] = {}
+        for kind in _FAULTS:
+            meters.add("faults", 0, kind=kind)
 
     def export(self, status: Mapping[str, Any]) -> None:
         """Args: status: as `Controller.status` gives it, with `health` where there is one."""

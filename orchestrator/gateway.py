@@ -35,7 +35,7 @@ from overstory.orchestrator.rank_directory import RankDirectory
 from overstory.orchestrator.readiness import Readiness
 from overstory.orchestrator.replica_board import ReplicaBoard, board_of, until
 from overstory.orchestrator.request_metrics import keep_gauges
-from overstory.orchestrator.resume import ResumeLimits
+from overstory.orchestrator.resume import MOVES, ResumeLimits
 from overstory.orchestrator.service import EndpointService, ServiceLimits
 from overstory.orchestrator.spec import DeploymentSpec
 from overstory.orchestrator.tokenizer import load_tokenizer
@@ -128,6 +128,8 @@ class Gateway:
         )
         self._settings = gateway
         self._meters = Meters(GATEWAY, spec.name, through_ray=True)
+        for why in MOVES:
+            self._meters.add("sequences_moved", 0, why=why)
         self._keys = key_ring(gateway.api_keys_file, gateway.api_keys_env)
         self._per_replica = gateway.max_concurrent_requests
 

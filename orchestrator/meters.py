@@ -26,17 +26,23 @@ class Meters:
         self._registry = CollectorRegistry()
         self._deployment = deployment
         self._text = {metric.name: _text_instrument(metric, self._registry) for metric in metrics}
+        self._begun: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
         self._ray: dict[str, Any] = {}
         if through_ray:
             self._ray = {metric.name: _ray_instrument(metric) for metric in metrics}
 
     def add(self, name: str, value: float = 1.0, **labels: str) -> None:
-        """Count up by `value`; nothing for 0."""
-        if not value:
-            return
+        """Count up by `value`. With 0 the series begins: to Prometheus a series' first value is no
+        increase, and a panel without a series is empty."""
         self._child(name, labels).inc(value)
-        if name in self._ray:
+        if name not in self._ray:
+            return
+        series = name, tuple(sorted(labels.items()))
+        if value:
             self._ray[name].inc(value, tags=self._tags(labels))
+        elif series not in self._begun:
+            self._ray[name]._record(0.0, tags=self._tags(labels))  # `inc` refuses 0
+        self._begun.add(series)
 
     def set(self, name: str, value: float, **labels: str) -> None:
         """Set a gauge."""

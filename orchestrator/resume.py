@@ -29,6 +29,10 @@ _PAUSE_S = 0.2
 """Before the next attempt after one that brought no token, so that nothing is asked in a spin."""
 
 
+MOVES = ("lost", "leaving", "busy")
+"""Why sequences go on with another call."""
+
+
 @dataclass(frozen=True, slots=True)
 class ResumeLimits:
     """How far a sequence is carried on.

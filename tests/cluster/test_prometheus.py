@@ -161,6 +161,8 @@ def test_every_panel_has_data_and_every_node_is_scraped(lab: Lab) -> None:
         "engine.enable_metrics=true",
         "control.kv_hand_off=on",
         "control.kv_hand_off_tokens=16",
+        "tree.policy=auto",
+        "tree.measure_s=5",
     )
     flags = [part for change in sets for part in ("--set", change)]
     up = head.run("overstory", "deploy", str(DEPLOYMENT), *flags, timeout_s=UP_S)

@@ -286,3 +286,28 @@ def test_every_metric_has_a_panel_and_every_panel_a_place() -> None:
             for target in panel["targets"]:
                 assert set(re.findall(r"\$([A-Za-z]+)", target["expr"])) <= variables
     assert len(uids) == len(DASHBOARDS)
+
+
+def test_a_counter_begins_with_nothing_counted() -> None:
+    class Counted:
+        def __init__(self) -> None:
+            self.said: list[tuple[float, dict[str, str]]] = []
+
+        def inc(self, value: float, tags: dict[str, str]) -> None:
+            assert value > 0, "Ray refuses it"
+            self.said.append((value, tags))
+
+        def _record(self, value: float, tags: dict[str, str]) -> None:
+            self.said.append((value, tags))
+
+    meters, counted = Meters(CONTROLLER, "d", through_ray=False), Counted()
+    meters._ray = {"faults": counted}
+    for value_counted in (0, 0, 2, 0):
+        meters.add("faults", value_counted, kind="DEAD")
+    tags = {"deployment": "d", "kind": "DEAD"}
+    assert counted.said == [(0, tags), (2, tags)]
+    found = samples(meters.text().decode())
+    assert value(found, "overstory_faults_total", kind="DEAD") == 2
+    ControllerMetrics(meters)
+    found = samples(meters.text().decode())
+    assert value(found, "overstory_faults_total", kind="lost") == 0
