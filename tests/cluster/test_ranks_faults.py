@@ -180,13 +180,13 @@ def test_a_rank_that_hangs_at_its_start_is_named_at_the_deadline() -> None:
     plan = RankPlan("test-hang", "r1", 2, cpus_per_rank=0.1, start_timeout_s=20)
     group = RankGroup.launch(plan)
     try:
-        identities = [
-            ray.get(call(actor, CONTROL, "identity"), timeout=60) for actor in group.actors
-        ]
-        os.kill(identities[1].pid, signal.SIGSTOP)
-        with pytest.raises(TimeoutError, match=r"not up within 20 s: .*rank 1 starting"):
-            group.await_imports()
-        for one in identities:
+        with ThreadPoolExecutor(1) as pool:
+            importing = pool.submit(group.await_imports)
+            wait_until(lambda: group.identities, 60, "ranks that import")
+            os.kill(group.identities[1].pid, signal.SIGSTOP)
+            with pytest.raises(TimeoutError, match=r"not up within 20 s: .*rank 1 starting"):
+                importing.result(NOTICE_S)
+        for one in group.identities:
             assert LocalProcess(one.host, one.pid, one.started).wait_gone(10)
     finally:
         group.end()
