@@ -34,18 +34,26 @@ BASIS: dict[str, Basis] = {
 }
 """What each stage's time rests on, at best."""
 
-TREE_S = 8.7e-6 + 2.3e-6 + 1.6e-6 + 31.4e-6
-"""tree_build, tree_mask, tree_accept, sample_nodes on an H200 (docs/benchmarks/kernels_h200.md)."""
+# Of decode steps of one rank of Kimi-K2.6 at TP 8 on an H200, docs/benchmarks/rank_slice_h200.md.
+TREE_S = 0.23e-3
+"""Tree, mask, walk, moving accepted rows, the drafter's KV."""
+EXPERT_LAYER_S = 18e-6
+"""Of an expert layer before the first expert is read: router, sorting of rows, sum."""
+EXPERT_RATE_PER_SM = 23.5e9
+"""Bytes per second of INT4 experts that one multiprocessor works through."""
+DENSE_LAYER_S = 46e-6
+"""Of a layer's projections, norms, shared expert and KV writes beyond their weights' bytes."""
+DRAFT_LAYER_S = 18e-6
+"""The same of a layer of the drafter."""
+STEP_PAUSE_S = 0.4e-3
+"""Between the kernels of a captured step, and from step to step."""
+DRAFT_PAUSE_S = 0.35e-3
+"""What that is more if something is drafted."""
 EXPERT_EFFICIENCY = 0.9
-"""Share of the memory bandwidth that grouped INT4 products reach. Assumed."""
+"""Share of the memory bandwidth that grouped INT4 products reach where it is what bounds them.
+Assumed: on an H200 the multiprocessors bound them, at 0.74."""
 PRODUCT_EFFICIENCY = 0.5
-"""Share of the GPU's rate that products of few rows reach. Assumed."""
-LAYER_OVERHEAD_S = 75e-6
-"""Gaps between the kernels of a captured layer. Estimated: what remains of 10.9 ms, the published
-step of Kimi-K2.6 on 8 RTX PRO 6000 at batch 1 and short context with another engine, beyond the
-other stages."""
-STEP_OVERHEAD_S = 0.3e-3
-"""Scheduling that overlap does not hide. Estimated."""
+"""Share of the GPU's rate that products of few rows reach. Assumed; on an H200 it holds."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +120,11 @@ class StepTime:
         return max((field.name for field in fields(self)), key=lambda name: getattr(self, name))
 
 
+def _speed(gpu: GpuFacts) -> float:
+    """Its clock over that of the GPU on which starts and granules were measured."""
+    return gpu.clock / H200.clock
+
+
 def _product(elements: float, width: float, rows: int, gpu: GpuFacts) -> float:
     """Seconds of matrix products: weights once over memory, or operations of many rows."""
     compute = 2.0 * elements * rows / (gpu.flops * PRODUCT_EFFICIENCY)
@@ -139,10 +152,11 @@ def _experts(replica: Replica, rows: int) -> float:
     widths = weight_widths(target.quantization, replica.plain_bytes)
     experts, chosen = target.routed_experts, target.experts_per_token
     touched = busiest_group(experts, chosen, rows, replica.ep_size)
-    memory = touched * one * widths.experts / (gpu.dram * EXPERT_EFFICIENCY)
+    walked = EXPERT_RATE_PER_SM * gpu.sms * _speed(gpu)
+    read = touched * one * widths.experts / min(gpu.dram * EXPERT_EFFICIENCY, walked)
     worked = rows * chosen / replica.ep_size
     compute = 2.0 * one * worked / (gpu.flops * PRODUCT_EFFICIENCY)
-    return max(memory, compute) * target.moe_layers
+    return (EXPERT_LAYER_S / _speed(gpu) + read + compute) * target.moe_layers
 
 
 def _dense(replica: Replica, rows: int) -> float:
@@ -156,7 +170,8 @@ def _dense(replica: Replica, rows: int) -> float:
         (dense_elements(target).on_rank(tp), widths.dense),
         (router, replica.plain_bytes),
     )
-    return sum(_product(elements, width, rows, gpu) for elements, width in groups)
+    starts = DENSE_LAYER_S / _speed(gpu) * target.num_layers
+    return starts + sum(_product(elements, width, rows, gpu) for elements, width in groups)
 
 
 def _head(replica: Replica, rows: int) -> float:
@@ -176,7 +191,7 @@ def _draft(replica: Replica, batch: int, context: int) -> float:
     seconds = _product(elements, replica.plain_bytes, rows, gpu)
     seconds += batch * context * kv * replica.plain_bytes / gpu.dram
     seconds += 2 * drafter.num_layers * all_reduce(replica, 2.0 * rows * drafter.hidden_size)
-    seconds += drafter.num_layers * LAYER_OVERHEAD_S / 2
+    seconds += drafter.num_layers * DRAFT_LAYER_S / _speed(gpu)
     return seconds + _head(replica, rows)
 
 
@@ -186,10 +201,11 @@ def step_time(replica: Replica, batch: int, rows: int, context: int) -> StepTime
     With one row nothing is drafted: plain decoding.
     """
     target, gpu = replica.target, replica.gpu
-    speed = gpu.clock / H200.clock  # the attention was measured there
     every = batch * rows
     heads = max(1, target.num_heads // replica.tp_size)
-    attention = attention_seconds(batch, rows, heads, context, gpu.sms, speed, gpu.dram, gpu.flops)
+    attention = attention_seconds(
+        batch, rows, heads, context, gpu.sms, _speed(gpu), gpu.dram, gpu.flops
+    )
     exchanges = 2 * target.num_layers * all_reduce(replica, 2.0 * every * target.hidden_size)
     return StepTime(
         attention=attention * target.num_layers,
@@ -197,9 +213,9 @@ def step_time(replica: Replica, batch: int, rows: int, context: int) -> StepTime
         dense=_dense(replica, every),
         head=_head(replica, every),
         draft=_draft(replica, batch, context) if rows > 1 else 0.0,
-        tree=TREE_S if rows > 1 else 0.0,
+        tree=TREE_S,
         exchange=exchanges,
-        host=LAYER_OVERHEAD_S * target.num_layers + STEP_OVERHEAD_S,
+        host=STEP_PAUSE_S + (DRAFT_PAUSE_S if rows > 1 else 0.0),
     )
 
 

@@ -7,22 +7,37 @@ Prints all tables, or puts them into the marked blocks of a page.
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import re
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from slice_config import PUBLISHED
+from slice_points import CHAIN_ROWS
 from slice_policy import CHAIN_MEANS, judge
 from slice_rows import WHERE, read
 from slice_stages import STAGES
 
-from overstory.orchestrator.capacity import Replica, all_reduce
-from overstory.orchestrator.gpus import RTX_PRO_6000
-from overstory.orchestrator.model_facts import target_from_config
+from overstory.orchestrator.capacity import (
+    CHAIN_TOKENS,
+    Replica,
+    StepTime,
+    all_reduce,
+    step_time,
+)
+from overstory.orchestrator.gpus import H200, RTX_PRO_6000, GpuFacts, Link
+from overstory.orchestrator.model_facts import (
+    DrafterFacts,
+    TargetFacts,
+    drafter_from_config,
+    target_from_config,
+)
 
 RANKS = 8
 EXPERTS, CHOSEN, MOE_LAYERS = 384, 8, 60
@@ -44,11 +59,9 @@ def serving_us(point: Point) -> float:
 
 def exchanges_us(batch: int, rows: int) -> float:
     """Modelled microseconds of a step's all-reduces over eight RTX PRO 6000, two a layer."""
-    name = str(PUBLISHED / "kimi-k2.6.json")
-    target = target_from_config(name, json.loads(Path(name).read_text())["config"])
-    replica = Replica(target, None, RTX_PRO_6000, RANKS)
-    size = 2.0 * batch * rows * target.hidden_size
-    return 2e6 * target.num_layers * all_reduce(replica, size)
+    replica = _kimi(RTX_PRO_6000)
+    size = 2.0 * batch * rows * replica.target.hidden_size
+    return 2e6 * replica.target.num_layers * all_reduce(replica, size)
 
 
 def steps(points: Sequence[Point]) -> list[str]:
@@ -153,10 +166,94 @@ def against_triton(points: Iterable[Point]) -> list[str]:
     return lines
 
 
+_STAGE_OF_MODEL = {"attention": "attention", "experts": "moe", "dense": "dense", "draft": "draft"}
+
+
+@functools.cache
+def _facts() -> tuple[TargetFacts, DrafterFacts]:
+    target, drafter = (
+        json.loads((PUBLISHED / f"{name}.json").read_text())["config"]
+        for name in ("kimi-k2.6", "kimi-k2.6-dflash")
+    )
+    return target_from_config("kimi", target), drafter_from_config("dflash", drafter)
+
+
+def _kimi(gpu: GpuFacts) -> Replica:
+    return Replica(*_facts(), gpu, RANKS)
+
+
+def model_step(point: Point) -> StepTime:
+    """The capacity model of a rank that exchanges nothing, as the slice did not."""
+    silent = replace(H200, inside=Link(0.0, math.inf, "none"))
+    return step_time(_kimi(silent), point["batch"], point["rows"], point["context"])
+
+
+def against_model(points: Iterable[Point]) -> list[str]:
+    """Measured milliseconds of a step, those of the capacity model, and their ratio."""
+    points = list(points)
+    contexts = sorted({p["context"] for p in points})
+    at = {(p["batch"], p["rows"], p["context"]): p for p in points}
+    lines = [_row(["batch", "rows", *contexts]), "|" + "---|" * (2 + len(contexts))]
+    for batch, rows in sorted({key[:2] for key in at}):
+        cells = []
+        for point in (at.get((batch, rows, context)) for context in contexts):
+            if point is None:
+                cells.append("")
+                continue
+            said, us = 1e6 * model_step(point).total, serving_us(point)
+            cells.append(f"{_ms(us)}, {_ms(said)}: {said / us:.2f}")
+        lines.append(_row([batch, rows, *cells]))
+    return lines
+
+
+def stages_against_model(points: Iterable[Point]) -> list[str]:
+    """The model's seconds of each stage over the measured ones, over all points."""
+    profiled = [p for p in points if p["stages_us"]]
+    lines = [_row(("stage", "least", "median", "most")), "|" + "---|" * 4]
+    for name, stage in _STAGE_OF_MODEL.items():
+        ratios = [
+            1e6 * getattr(model_step(p), name) / p["stages_us"][stage]
+            for p in profiled
+            if p["stages_us"][stage]
+        ]
+        values = (min(ratios), statistics.median(ratios), max(ratios))
+        lines.append(_row([name, *(f"{value:.2f}" for value in values)]))
+    return lines
+
+
+def eight_h200(points: Iterable[Point]) -> list[str]:
+    """Tokens/s of one replica on eight H200: measured steps, modelled exchanges, and a chain's
+    tokens as published."""
+    at = {(p["batch"], p["rows"], p["context"]): p for p in points}
+    contexts = sorted({key[2] for key in at})
+    ways = (("plain", 1, 1.0), ("chain", CHAIN_ROWS, CHAIN_TOKENS))
+    lines = [_row(["batch", "draft", *contexts]), "|" + "---|" * (2 + len(contexts))]
+    for batch in sorted({key[0] for key in at}):
+        for name, rows, tokens in ways:
+            found = [at.get((batch, rows, context)) for context in contexts]
+            cells = [f"{1e6 * batch * tokens / _with_nvlink(p):.0f}" if p else "" for p in found]
+            lines.append(_row([batch, name, *cells]))
+    return lines
+
+
+def _with_nvlink(point: Point) -> float:
+    size = 2.0 * point["batch"] * point["rows"]
+    replica = _kimi(H200)
+    exchange = all_reduce(replica, size * replica.target.hidden_size)
+    return serving_us(point) + 2e6 * replica.target.num_layers * exchange
+
+
+def _ours(points: Iterable[Point]) -> list[Point]:
+    return [p for p in points if p["backend"] == "overstory"]
+
+
 TABLES = {
+    "model": lambda points: against_model(_ours(points)),
+    "stages_of_model": lambda points: stages_against_model(_ours(points)),
+    "eight_h200": lambda points: eight_h200(_ours(points)),
     "steps": steps,
-    "bottlenecks": lambda points: bottlenecks([p for p in points if p["backend"] != "triton"]),
-    "experts": lambda points: experts([p for p in points if p["backend"] != "triton"]),
+    "bottlenecks": lambda points: bottlenecks(_ours(points)),
+    "experts": lambda points: experts(_ours(points)),
     "triton": against_triton,
     "budgets": budgets,
 }

@@ -22,7 +22,7 @@ from overstory.orchestrator.capacity import (
 )
 from overstory.orchestrator.capacity_grid import make_grid
 from overstory.orchestrator.cli import app
-from overstory.orchestrator.gpus import H200, RTX_PRO_6000, another
+from overstory.orchestrator.gpus import H200, RTX_PRO_6000, GpuFacts, another
 from overstory.orchestrator.known_models import known_model
 from overstory.orchestrator.model_facts import (
     PlanError,
@@ -114,13 +114,13 @@ def test_attention_grows_with_context_and_nothing_else_of_the_target_does() -> N
 def test_rows_cost_experts_until_all_are_read() -> None:
     costs = [step_time(kimi(), 1, rows, 1_000).experts for rows in (1, 8, 16, 64, 256, 512)]
     assert costs == sorted(costs)
-    assert costs[1] > 6 * costs[0]
-    assert costs[5] < 1.05 * costs[4]
+    assert costs[1] > 4 * costs[0]
+    assert costs[4] - costs[3] > 2 * (costs[5] - costs[4]), "nearly all are read from 256 on"
 
 
 def test_two_nodes_halve_the_experts_and_pay_for_the_network() -> None:
     one, two = step_time(kimi(), 1, 8, 1_000), step_time(kimi(16, 2), 1, 8, 1_000)
-    assert two.experts == pytest.approx(one.experts / 2, rel=0.05)
+    assert two.experts == pytest.approx(one.experts / 2, rel=0.1)
     assert two.exchange > 2 * one.exchange
 
 
@@ -212,3 +212,16 @@ def test_what_a_tree_costs_over_a_chain_as_the_page_says() -> None:
         )
         assert 1.2 < small / chain < 1.4
         assert 1.6 < large / chain < 2.15
+
+
+def test_experts_are_bound_by_what_the_gpu_has_least_of() -> None:
+    """Memory on an RTX PRO 6000, multiprocessors on an H200: more of the other changes nothing."""
+    from dataclasses import replace
+
+    def cost(gpu: GpuFacts) -> float:
+        return step_time(replace(kimi(), gpu=gpu), 1, 16, 1_000).experts
+
+    assert cost(another(RTX_PRO_6000, dram=2 * RTX_PRO_6000.dram)) < 0.6 * cost(RTX_PRO_6000)
+    assert cost(another(RTX_PRO_6000, sms=2 * RTX_PRO_6000.sms)) == cost(RTX_PRO_6000)
+    assert cost(another(H200, dram=2 * H200.dram)) == cost(H200)
+    assert cost(another(H200, sms=2 * H200.sms)) < cost(H200)

@@ -26,7 +26,7 @@ from slice_stages import (
     stage_times,
     stages_of,
 )
-from slice_tables import TABLES, exchanges_us, fill, merged, serving_us
+from slice_tables import TABLES, exchanges_us, fill, merged, model_step, serving_us
 
 from overstory.workers.tree_policy import TreePolicy
 
@@ -222,14 +222,24 @@ def test_launches_are_kept_for_another_cut(tmp_path: Path) -> None:
 
 
 ROWS_FILE = Path(__file__).parents[2] / "docs" / "benchmarks" / "rank_slice_h200.csv"
-PAGE = ROWS_FILE.with_suffix(".md")
+PAGES = (ROWS_FILE.with_suffix(".md"), ROWS_FILE.parents[1] / "capacity.md")
 COMMON = dict.fromkeys(("gpu", "versions", "commit"), "")
 
 
 def test_the_pages_tables_are_those_of_its_rows() -> None:
-    page = PAGE.read_text()
-    assert fill(page, merged(read(ROWS_FILE))) == page, "run slice_tables.py ROWS.csv PAGE.md"
-    assert set(re.findall("<!-- table (.*) -->", page)) == set(TABLES)
+    points = merged(read(ROWS_FILE))
+    for page in PAGES:
+        text = page.read_text()
+        assert fill(text, points) == text, f"run slice_tables.py ROWS.csv {page}"
+    found = [re.findall("<!-- table (.*) -->", page.read_text()) for page in PAGES]
+    assert sorted(name for names in found for name in names) == sorted(TABLES)
+
+
+def test_the_capacity_model_meets_every_measured_step() -> None:
+    for point in merged(read(ROWS_FILE)):
+        if point["backend"] == "overstory":
+            said = 1e6 * model_step(point).total
+            assert said == pytest.approx(serving_us(point), rel=0.15), point
 
 
 def test_the_plot_is_that_of_its_rows() -> None:
