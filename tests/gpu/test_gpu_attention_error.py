@@ -1,10 +1,9 @@
-"""Our attention is as exact as SGLang's Triton kernel on the same input; float64 is the judge.
+"""Our attention's error against that of SGLang's Triton kernel on the same input; float64 judges.
 
     OVERSTORY_SGLANG=.venv/lib/python3.11/site-packages/sglang python3 -m pytest tests/gpu
 
 Both read bf16 keys, multiply bf16 weights and round to bf16, so both are about half a step of bf16
-off. What is added to that (the order of sums, parts in half precision) must not be more than
-theirs.
+off. What is added to that (parts in half precision, maxima that move late) is held to a tenth.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from attention_hazards import verify
 from overstory.kernels.bench.baselines.foreign_sglang import ForeignSglang
 
 FOLDER = os.environ.get("OVERSTORY_SGLANG", "")
-CHANCE = 1.01
-"""Two results that differ in their last bits are rounded to bf16 in other places: of errors that
-are equal but for that, one is larger, by less than a hundredth over thousands of numbers."""
+LATE_MAXIMA = 1.10
+"""Ours may be so much larger: weights of a row are not at most 1, so its highest is rounded too
+(docs/kernels-attention.md, "How exact it is"). Long flat contexts show less than a hundredth."""
 
 pytestmark = pytest.mark.skipif(
     not FOLDER, reason="OVERSTORY_SGLANG names no sglang folder, whose Triton kernel is compared"
@@ -65,7 +64,7 @@ def triton_verify(sglang: ForeignSglang, case: Case) -> torch.Tensor:
     ids=lambda value: str(value) if isinstance(value, list | int) else value.__name__,
 )
 @pytest.mark.parametrize("scale", [0.06, 0.4])
-def test_error_is_no_larger_than_of_triton(
+def test_error_against_that_of_triton(
     sglang: ForeignSglang, requests: list[tuple[int, int]], heads: int, tail: Tail, scale: float
 ) -> None:
     """Scale 0.06: hundreds of keys count in a row; 0.4: a few."""
@@ -86,6 +85,6 @@ def test_error_is_no_larger_than_of_triton(
         f"largest: ours {float(ours.max()):.3e}, Triton's {float(theirs.max()):.3e}",
     )
     for name, (own, other) in errors.items():
-        assert float(own) <= CHANCE * float(other), name
+        assert float(own) <= LATE_MAXIMA * float(other), name
     # The largest of many is a matter of chance, but no number is far off.
     assert float(ours.max()) <= 1.5 * float(theirs.max())
