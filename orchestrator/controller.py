@@ -213,6 +213,12 @@ class Controller:
         """See `HandOffs.move`."""
         return await self._handoffs.move(giver, taker, text)
 
+    def donor(self) -> str:
+        """A replica under lease that can give its weights, rather one that stays; empty if there is
+        none."""
+        names = sorted(self._state.leased(), key=lambda name: (self._draining(name), name))
+        return names[0] if names else ""
+
     async def status(self) -> dict[str, Any]:
         """See `ControllerState.status`, and `hand_offs`: `HandOffFigures`; reports are read anew
         for it."""

@@ -335,7 +335,7 @@ class ControllerState:
         replica: ReplicaRecord, rank: int, report: Mapping[str, Any], now: float
     ) -> dict[str, Any]:
         health = replica.judges[rank].judge(now)
-        kept = ("pid", "forwards", "iterations", "policy", "auto", "load", "steps")
+        kept = ("pid", "forwards", "iterations", "policy", "auto", "load", "steps", "weights")
         return {
             "rank": rank,
             "health": health.state,

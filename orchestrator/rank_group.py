@@ -23,7 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.util.placement_group import PlacementGroup
@@ -45,6 +45,17 @@ KILL_GRACE_S = 1.0
 GONE_S = 5.0
 ECHO_S = 1.0
 """After the first loss: how long to listen for the loss that caused it."""
+
+
+class WeightSource(Protocol):
+    """A replica that gives its weights; see `weight_donor.Donor`."""
+
+    def meet(self, takers: Sequence[Any]) -> str:
+        """Name of the ranks' communicators; empty if disk it is."""
+
+    def part(self) -> None:
+        """All is taken."""
+
 
 RankActor = ray.remote(concurrency_groups={LOOP: 1, CONTROL: CONTROL_THREADS})(RankHost)
 
@@ -117,6 +128,8 @@ class RankGroup:
         self._ending = threading.Event()
         self._last_seen: dict[int, Mapping[str, Any]] = {}
         self._moved_s = time.monotonic()
+        self.donor: WeightSource | None = None
+        """Where the weights come from, if not from disk; set before `start`."""
 
     @classmethod
     def launch(cls, plan: RankPlan, placement_group: PlacementGroup | None = None) -> RankGroup:
@@ -164,8 +177,15 @@ class RankGroup:
         self, server_args: Any, port_args: Any, on_progress: Progress | None = None
     ) -> list[dict[str, Any]]:
         """Builds all schedulers; returns each rank's init info. Raises as `await_imports`."""
-        infos = [call(actor, LOOP, "start", server_args, port_args) for actor in self.actors]
-        return self._await_all(infos, on_progress)
+        source = self.donor.meet(self.actors) if self.donor is not None else ""
+        try:
+            infos = [
+                call(actor, LOOP, "start", server_args, port_args, source) for actor in self.actors
+            ]
+            return self._await_all(infos, on_progress)
+        finally:
+            if self.donor is not None:
+                self.donor.part()
 
     def run(self, on_death: Callable[[RankDeath], None]) -> None:
         """Starts the event loops and the watcher. `on_death` is called once, from its thread."""

@@ -34,6 +34,7 @@ from overstory.orchestrator.replica_health import ReplicaHealth, State
 from overstory.orchestrator.replica_setup import engine_limits, health_limits, rank_plan
 from overstory.orchestrator.sampling import Sampling
 from overstory.orchestrator.spec import DeploymentSpec
+from overstory.orchestrator.weight_donor import find_donor
 from overstory.workers.log_context import label_process, name_request
 from overstory.workers.sglang_metrics import pass_on
 
@@ -58,7 +59,11 @@ class Replica:
         self._herald = Herald(spec.name, name, limits)
         self._herald.begun()
         try:
-            self._engine = launch_engine(rank_plan(spec, name, nodes), settings.server_args)
+            self._engine = launch_engine(
+                rank_plan(spec, name, nodes),
+                settings.server_args,
+                donor=find_donor(spec.name) if spec.hands_over_weights else None,
+            )
         except BaseException as error:
             self._herald.died(str(error))
             raise

@@ -214,6 +214,14 @@ class ControlSpec(_Section):
     kv_hand_off_tokens: int = Field(default=1024, ge=1)
     """Shortest sequence whose KV moves; a shorter one is computed sooner than it is asked for."""
 
+    compare_digests: Literal["report", "gather"] = "report"
+    """Who compares what the ranks of a replica did: the controller by their reports, or also
+    (`gather`) the ranks themselves whenever a lease begins."""
+
+    weights_from_peer: Literal["auto", "on", "off"] = "auto"
+    """Whether a replica that starts beside others takes its weights from one of them instead of
+    from disk; `auto`: between GPUs."""
+
     unresponsive_s: float = Field(default=60.0, gt=0)
     """Seconds after which a rank whose control side does not answer is ended, and its replica with
     it: it may be stopped, cut off, or its host overloaded."""
@@ -228,6 +236,12 @@ class ControlSpec(_Section):
     suspect_s: float = Field(default=10.0, gt=0)
     """Seconds without a batch, with work in hand and no prefill under way, after which a replica is
     shown as SUSPECT; `engine.watchdog_timeout` ends it."""
+
+    @field_validator("kv_hand_off", "weights_from_peer", mode="before")
+    @classmethod
+    def _yaml_switch(cls, value: Any) -> Any:
+        """YAML reads a bare `on` or `off` as a truth value."""
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 class DeploymentSpec(_Section):
@@ -310,7 +324,14 @@ class DeploymentSpec(_Section):
     @property
     def hands_over_kv(self) -> bool:
         """`control.kv_hand_off`, decided."""
-        wanted = self.control.kv_hand_off
+        return self._decided(self.control.kv_hand_off)
+
+    @property
+    def hands_over_weights(self) -> bool:
+        """`control.weights_from_peer`, decided."""
+        return self._decided(self.control.weights_from_peer)
+
+    def _decided(self, wanted: str) -> bool:
         return wanted == "on" or (wanted == "auto" and self.resources.device == "cuda")
 
     @property

@@ -97,6 +97,11 @@ class DigestChain:
                 self._facts.popitem(last=False)
         return head.hex()
 
+    def head(self) -> tuple[int, int]:
+        """How many links were added, and the last one as a signed number of 64 bits."""
+        with self._lock:
+            return self._count, int.from_bytes(self._head or b"\0", "big", signed=True)
+
     def mean_us(self) -> float:
         """Microseconds that a link has cost on average."""
         return round(self.spent_ns / 1000 / self._count, 1) if self._count else 0.0

@@ -28,6 +28,7 @@ from overstory.workers.death_note import EXIT_DIVERGED, EXIT_LOOP_FAILED, EXIT_O
 from overstory.workers.defrag import handlers
 from overstory.workers.defrag.handlers import SHELF
 from overstory.workers.digest import DigestChain, StepFacts
+from overstory.workers.digest_gather import COMPARE_VARIABLE, DigestGather
 from overstory.workers.environment import prepare_process
 from overstory.workers.gate import RanksDiverged, StepGate
 from overstory.workers.handoff.rank_side import RankSide
@@ -126,6 +127,9 @@ class RankHost:
         self._prefixes = PrefixReader()
         self._digests = DigestChain()
         self._gate = StepGate(rank, lease_timeout_s, self._begin_lease)
+        self._gather: DigestGather | None = None
+        if os.environ.get(COMPARE_VARIABLE) == "gather":
+            self._gather = self._handoff.digest_gather(rank, self._digests)
 
     def __repr__(self) -> str:
         """Ray puts it before the process's lines and into its dashboard."""
@@ -155,12 +159,16 @@ class RankHost:
         self._enter("imported")
         return time.monotonic() - begun
 
-    def start(self, server_args: ServerArgs, port_args: PortArgs) -> dict[str, Any]:
+    def start(
+        self, server_args: ServerArgs, port_args: PortArgs, weights_from: str = ""
+    ) -> dict[str, Any]:
         """Builds the Scheduler: weights, memory pools, process groups.
 
         Args:
             server_args: with `dist_init_addr` set; the same on every rank.
             port_args: IPC names of the front half.
+            weights_from: open communicator with the same rank of a live replica, whose weights to
+                take; disk if it fails, or is empty.
 
         Returns:
             SGLang's `get_init_info`: max_total_num_tokens, max_req_input_len, ...
@@ -174,24 +182,24 @@ class RankHost:
         gpu_id = 0 if self._device == "cpu" else placement.assigned_cuda_ordinal()
         attn_cp_rank, moe_dp_rank, moe_ep_rank = _compute_parallelism_ranks(server_args, rank)
         try:
-            self._handoff.identify(server_args, rank)
             if server_args.dist_init_addr and not is_loopback(server_args.dist_init_addr):
                 meet_over_network(placement.node_address())
             dp_rank = configure_scheduler_process(
                 server_args, gpu_id, rank, attn_cp_rank, moe_dp_rank, moe_ep_rank, 0, None
             )
             publish(server_args, role="scheduler")
-            scheduler = Scheduler(
-                server_args=server_args,
-                port_args=port_args,
-                gpu_id=gpu_id,
-                tp_rank=rank,
-                moe_ep_rank=moe_ep_rank,
-                pp_rank=0,
-                attn_cp_rank=attn_cp_rank,
-                moe_dp_rank=moe_dp_rank,
-                dp_rank=dp_rank,
-            )
+            with self._handoff.loading(server_args, rank, weights_from):
+                scheduler = Scheduler(
+                    server_args=server_args,
+                    port_args=port_args,
+                    gpu_id=gpu_id,
+                    tp_rank=rank,
+                    moe_ep_rank=moe_ep_rank,
+                    pp_rank=0,
+                    attn_cp_rank=attn_cp_rank,
+                    moe_dp_rank=moe_dp_rank,
+                    dp_rank=dp_rank,
+                )
         except BaseException as error:  # SystemExit too: Ray would end the process without a word.
             raise self._failed("building its scheduler", error) from error
         take_names_off()
@@ -256,7 +264,8 @@ class RankHost:
         Keys: rank, pid, phase, seconds (in the phase), iterations, forwards, epoch, seq, policy (in
         force), idle_s, lease_wait_s, lease (rank 0: the ledger), load, steps (by policy, see
         `overstory.workers.step_stats`), auto (`StepChooser.report`, None without a cost table),
-        digests (`LinksKept`), digest_us (mean cost), commands (results by ticket).
+        weights (`RankSide.loaded`), digests (`LinksKept`), digest_us (mean cost), commands
+        (results by ticket).
         """
         report = {
             **self.health(),
@@ -267,6 +276,7 @@ class RankHost:
             "load": self._view.load() if self._view else None,
             "steps": STATS.snapshot(),
             "auto": self._view.automatic_policy() if self._view else None,
+            "weights": self._handoff.loaded(),
             "digests": self._digests.after(after_forward),
             "digest_us": self._digests.mean_us(),
             "commands": dict(self._command_results),
@@ -341,6 +351,9 @@ class RankHost:
 
     def _begin_lease(self, lease: Lease) -> None:
         """On every rank, at the boundary where `lease` begins; errors end the rank."""
+        if self._gather is not None:
+            assert self._view is not None
+            self._gather.compare(self._view.raw.tp_group)
         tree_policy.set_current(parse_policy(lease.policy))
         if not lease.commands:
             return

@@ -61,7 +61,10 @@ def verify() -> None:
 
 def patches() -> list[Patch]:
     """Every change that a rank actor makes beyond the plugin."""
+    from overstory.workers.handoff import loading  # torch, which a rank does not import at once
+
     return [
+        *loading.patches(),
         hook(
             f"{_RECEIVER}._pull_raw_reqs",
             "around",

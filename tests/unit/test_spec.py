@@ -40,6 +40,17 @@ def test_served_name_is_the_last_part_of_a_path() -> None:
 
 
 @pytest.mark.parametrize(
+    ("written", "cpu", "cuda"),
+    [("auto", False, True), ("on", True, True), (True, True, True), (False, False, False)],
+)
+def test_a_bare_on_or_off_of_yaml_is_a_word(written: Any, cpu: bool, cuda: bool) -> None:
+    control = {"kv_hand_off": written, "weights_from_peer": written}
+    for device, wanted in (("cpu", cpu), ("cuda", cuda)):
+        spec = parse_spec({**GOOD, "control": control, "resources": {"device": device}})
+        assert (spec.hands_over_kv, spec.hands_over_weights) == (wanted, wanted)
+
+
+@pytest.mark.parametrize(
     "section", [DeploymentSpec, TreeSpec, ResourceSpec, GatewaySpec, ControlSpec]
 )
 def test_every_setting_is_documented(section: type[BaseModel]) -> None:

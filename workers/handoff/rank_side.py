@@ -3,9 +3,12 @@ must answer before it has imported anything large."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+
+from overstory.workers.digest_gather import DigestGather
 
 if TYPE_CHECKING:
     import torch
@@ -13,6 +16,7 @@ if TYPE_CHECKING:
 
     from overstory.workers.collectives import Kind
     from overstory.workers.commands import CommandContext, CommandTable
+    from overstory.workers.digest import DigestChain
     from overstory.workers.handoff.commands import KvHandoff
     from overstory.workers.handoff.peers import Peers
 
@@ -34,17 +38,41 @@ class RankSide:
         self._lock = threading.Lock()
         self._made: tuple[KvHandoff, Peers] | None = None
         self._identity = ""
+        self._loaded: dict[str, Any] = {}
 
     def register(self, table: CommandTable) -> None:
         """Adds the boundary commands."""
         for name in ("hold", "take", "let_go"):
             table.register(f"kv_{name}", self._handler(name))
 
-    def identify(self, server_args: ServerArgs, rank: int) -> None:
-        """Before the weights are loaded; see `identity_of`."""
+    @contextlib.contextmanager
+    def loading(self, server_args: ServerArgs, rank: int, source: str) -> Iterator[None]:
+        """While the weights are loaded: from disk, or over the communicator `source`, which is
+        closed after it."""
         from overstory.workers.handoff.identity import identity_of
+        from overstory.workers.handoff.loading import SHELF
 
         self._identity = identity_of(server_args, rank)
+        SHELF.rank = f"{rank}/{server_args.tp_size}"
+        try:
+            if source:
+                SHELF.source = self._peers.taker(source)
+            yield
+        finally:
+            SHELF.source = None
+            if source:
+                self.close(source)
+            taken = SHELF.taken
+            self._loaded = {
+                "peer_bytes": taken.bytes,
+                "peer_seconds": round(taken.seconds, 3),
+                "disk": SHELF.reason,
+            }
+
+    def loaded(self) -> dict[str, Any]:
+        """How the weights came: `peer_bytes`, `peer_seconds`, and `disk` with the reason if some
+        came from there although a peer was named. Empty before."""
+        return dict(self._loaded)
 
     def kind(self) -> Kind:
         """What carries the bytes to and from this rank."""
@@ -54,15 +82,26 @@ class RankSide:
         """See `Peers.offer`."""
         return self._peers.offer(name)
 
-    def open(self, name: str, kind: Kind, ticket: bytes | None, init_s: float) -> None:
+    def open(
+        self,
+        name: str,
+        kind: Kind,
+        ticket: bytes | None,
+        init_s: float,
+        transfer_s: float = TRANSFER_S,
+    ) -> None:
         """See `Peers.open`."""
         from overstory.workers.handoff.pieces import PIECE_BYTES
 
-        self._peers.open(name, kind, ticket, init_s, TRANSFER_S, PIECE_BYTES[kind])
+        self._peers.open(name, kind, ticket, init_s, transfer_s, PIECE_BYTES[kind])
 
     def close(self, name: str) -> None:
         """See `Peers.close`."""
         self._peers.close(name)
+
+    def digest_gather(self, rank: int, chain: DigestChain) -> DigestGather:
+        """Digests compared between the ranks of this replica, by what carries hand-offs."""
+        return DigestGather(rank, chain, self.kind(), self._torch_device, self._address)
 
     def holding(self) -> int:
         """See `KvHandoff.holding`."""
@@ -76,7 +115,9 @@ class RankSide:
 
     @property
     def _kv(self) -> KvHandoff:
-        return self._parts()[0]
+        kv = self._parts()[0]
+        kv.identity = self._identity
+        return kv
 
     @property
     def _peers(self) -> Peers:
@@ -86,11 +127,12 @@ class RankSide:
         with self._lock:
             if self._made is None:
                 from overstory.workers.handoff.commands import KvHandoff
+                from overstory.workers.handoff.loading import SHELF
                 from overstory.workers.handoff.peers import Peers
 
                 kv = KvHandoff()
-                kv.identity = self._identity
-                kv.peers = Peers({"kv": kv.give}, self._torch_device, self._address)
+                answers = {"kv": kv.give, "weights": SHELF.give}
+                kv.peers = Peers(answers, self._torch_device, self._address)
                 self._made = kv, kv.peers
             return self._made
 

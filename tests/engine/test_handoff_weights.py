@@ -1,0 +1,122 @@
+"""A model that takes its weights from the same one in memory, over a communicator: SGLang's own
+loaders, real files. Whatever goes wrong, they come from disk."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from overstory.workers.handoff.loading import WeightShelf
+from overstory.workers.handoff.peers import Peers
+from overstory.workers.handoff.pieces import Conveyor
+from overstory.workers.handoff.weights import WeightTable
+
+if TYPE_CHECKING:
+    from harness import EngineHarness
+
+PIECE_BYTES = 1 << 20
+LIMIT_S = 30.0
+
+
+class Pair:
+    """A shelf that gives and one that takes, with a communicator between them."""
+
+    def __init__(self, name: str, loader: Any, settings: dict[str, Any]) -> None:
+        self._name, self._loader, self._settings = name, loader, settings
+        self.giving, self.taking = WeightShelf(), WeightShelf()
+        self.from_disk = 0
+        self._giver = self._peers({"weights": self.giving.give})
+        self._taker = self._peers({})
+
+    @staticmethod
+    def _peers(answers: dict[str, Any]) -> Peers:
+        return Peers(answers, lambda: torch.device("cpu"), lambda: "127.0.0.1")
+
+    def meet(self) -> None:
+        ticket = self._giver.offer(self._name)
+        limits = ("tcp", None, LIMIT_S, LIMIT_S, PIECE_BYTES)
+        opening = threading.Thread(target=self._giver.open, args=(self._name, *limits))
+        opening.start()
+        self._taker.open(self._name, "tcp", ticket, LIMIT_S, LIMIT_S, PIECE_BYTES)
+        opening.join(LIMIT_S)
+        self.taking.source = self._taker.taker(self._name)
+
+    def load(self, shelf: WeightShelf) -> torch.nn.Module:
+        model = shelf.load(self._original, self._loader, **self._settings)
+        assert isinstance(model, torch.nn.Module)
+        return model
+
+    def _original(self, loader: Any, **settings: Any) -> Any:
+        self.from_disk += 1
+        return loader.load_model(**settings)
+
+    def close(self) -> None:
+        self._taker.close(self._name)
+        self._giver.close(self._name)
+
+
+@pytest.fixture
+def pair_of_shelves(engine: Callable[..., EngineHarness]) -> Iterator[Pair]:
+    from sglang.srt.configs.device_config import DeviceConfig
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    runner = engine().scheduler.tp_worker.model_runner
+    settings = {"model_config": runner.model_config, "device_config": DeviceConfig("cpu", 0)}
+    pair = Pair("weights", DefaultModelLoader(runner.load_config), settings)
+    yield pair
+    pair.close()
+
+
+def memory(model: torch.nn.Module) -> torch.Tensor:
+    """All bytes of it."""
+    return torch.cat(WeightTable(model)._memory)
+
+
+def test_weights_come_from_memory_and_are_those_on_disk(pair_of_shelves: Pair) -> None:
+    pair = pair_of_shelves
+    given = pair.load(pair.giving)
+    assert pair.from_disk == 1
+    pair.meet()
+    taken = pair.load(pair.taking)
+    assert pair.from_disk == 1, pair.taking.reason
+    assert pair.taking.taken.bytes >= memory(given).numel() > PIECE_BYTES
+    assert torch.equal(memory(taken), memory(given))
+    for name, value in given.state_dict().items():
+        assert torch.equal(taken.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("fault", ["other files", "garbage", "nothing served", "peer gone"])
+def test_else_they_come_from_disk(
+    pair_of_shelves: Pair, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = pair_of_shelves
+    if fault == "other files":
+        pair.giving.rank = "1/2"
+    if fault != "nothing served":
+        given = pair.load(pair.giving)
+    pair.meet()
+    if fault == "garbage":
+        seal = Conveyor._seal
+
+        def wrong(self: Conveyor, staging: torch.Tensor, size: int) -> None:
+            seal(self, staging, size)
+            staging[size // 2] += 1
+
+        monkeypatch.setattr(Conveyor, "_seal", wrong)
+    if fault == "peer gone":
+        pair._giver.close(pair._name)
+    before = pair.from_disk
+    taken = pair.load(pair.taking)
+    assert pair.from_disk == before + 1
+    assert {
+        "other files": "has other weights on disk",
+        "garbage": "checksum",
+        "nothing served": "is not served there",
+        "peer gone": "rank 0",
+    }[fault] in pair.taking.reason
+    if fault != "nothing served":
+        assert torch.equal(memory(taken), memory(given))

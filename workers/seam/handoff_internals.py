@@ -1,0 +1,46 @@
+"""What of SGLang's internals the hand-off of KV and weights relies on; see `internals`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from overstory.workers.seam.internals import Entry
+
+_SRT = "sglang.srt"
+_CACHE = f"{_SRT}.mem_cache"
+
+
+def entries() -> tuple[Entry, ...]:
+    """For `internals.entries`."""
+    from overstory.workers.seam.internals import Inline, Internal
+
+    return (
+        Internal(
+            f"{_CACHE}.radix_cache.RadixCache",
+            "KV is handed over as cached text",
+            "match_prefix insert inc_lock_ref dec_lock_ref",
+        ),
+        Inline(
+            f"{_CACHE}.radix_cache.RadixCache.insert",
+            "says how much of it was there, and owns the rest from then on",
+            "return InsertResult(prefix_len=prefix_len, last_device_node=last_node)",
+        ),
+        Inline(
+            f"{_CACHE}.common.release_kv_cache",
+            "the KV of an aborted request goes into the cache",
+            'is_insert=is_insert and not getattr(req, "skip_radix_cache_insert", False)',
+        ),
+        Internal(f"{_CACHE}.common.evict_from_tree_cache", "room", "tree_cache num_tokens"),
+        Internal(
+            f"{_SRT}.model_loader.loader.DefaultModelLoader.load_model",
+            "weights from a peer come in its place",
+            "model_config device_config",
+        ),
+        Internal(
+            f"{_SRT}.model_loader.loader.DummyModelLoader.load_model",
+            "a model of the same layout, to be written over",
+            "model_config device_config",
+        ),
+        Internal(f"{_SRT}.configs.load_config.LoadFormat", "random weights", "DUMMY"),
+    )
