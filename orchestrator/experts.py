@@ -43,7 +43,8 @@ class ExpertPlan:
     Attributes:
         groups: `ep_size`: each group of ranks holds other experts.
         ranks_per_group: ranks among which each expert's width is cut.
-        experts_per_rank: whole or sliced experts that a rank holds.
+        redundant: of a layer's experts, how many more are held for balance.
+        experts_per_rank: whole or sliced experts that a rank holds, redundant ones among them.
         width_per_rank: intermediate width of an expert on a rank.
     """
 
@@ -51,6 +52,7 @@ class ExpertPlan:
     ranks_per_group: int
     experts_per_rank: int
     width_per_rank: int
+    redundant: int
     loads: tuple[ExpertLoad, ...]
 
 
@@ -93,17 +95,21 @@ def expert_load(
 
 
 def plan_experts(
-    target: TargetFacts, tp_size: int, ep_size: int, rows_per_request: int
+    target: TargetFacts, tp_size: int, ep_size: int, rows_per_request: int, redundant: int = 0
 ) -> ExpertPlan | None:
-    """Placement and expected loads; None for a model without routed experts."""
+    """Placement and expected loads; None for a model without routed experts.
+
+    Loads are those of an even router, for which redundant experts change nothing.
+    """
     if not target.routed_experts or not target.experts_per_token:
         return None
     inner = tp_size // ep_size
     return ExpertPlan(
         groups=ep_size,
         ranks_per_group=inner,
-        experts_per_rank=target.routed_experts // ep_size,
+        experts_per_rank=(target.routed_experts + redundant) // ep_size,
         width_per_rank=target.expert_width // inner,
+        redundant=redundant,
         loads=tuple(
             expert_load(target, batch, rows_per_request, ep_size) for batch in PLANNED_BATCHES
         ),

@@ -156,15 +156,21 @@ def checkpoint_bytes(t: TargetFacts, dtype: str = "auto") -> float:
     return _weight_bytes(t, dtype, 1)
 
 
-def weight_bytes(t: TargetFacts, dtype: str, tp_size: int) -> float:
+def weight_bytes(t: TargetFacts, dtype: str, tp_size: int, redundant: int = 0) -> float:
     """Bytes of the target's weights on one of `tp_size` ranks.
+
+    Each layer holds `redundant` copies of experts more (`ep_num_redundant_experts`).
 
     SGLang keeps the absorbed half of `kv_b_proj` in the plain type even where the checkpoint is
     quantised.
     """
     plain = dtype_bytes(t.dtype if dtype == "auto" else dtype)
     absorbed = absorbed_elements(t).on_rank(tp_size) * plain
-    return _weight_bytes(t, dtype, tp_size) + absorbed
+    copies = 0.0
+    if redundant and t.routed_experts:
+        width = weight_widths(t.quantization, plain).experts
+        copies = expert_elements(t).on_rank(tp_size) * width * redundant / t.routed_experts
+    return _weight_bytes(t, dtype, tp_size) + absorbed + copies
 
 
 def _weight_bytes(t: TargetFacts, dtype: str, tp_size: int) -> float:
@@ -212,7 +218,7 @@ def estimate_rank(
             `max_total_tokens` the KV pool fills what `mem_fraction_static` leaves; 0 if unknown.
     """
     tp_size, dtype = flags["tp_size"], flags.get("dtype", "auto")
-    weights = weight_bytes(target, dtype, tp_size)
+    weights = weight_bytes(target, dtype, tp_size, flags.get("ep_num_redundant_experts") or 0)
     width = dtype_bytes(target.dtype if dtype == "auto" else dtype)
     draft = 0.0
     if drafter is not None:

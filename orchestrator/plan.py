@@ -5,7 +5,7 @@ beforehand is told before anything expensive starts.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,6 +144,24 @@ def split_faults(target: TargetFacts, drafter: DrafterFacts | None, tp: int, ep:
     return faults
 
 
+def balance_faults(target: TargetFacts, args: Mapping[str, Any]) -> list[str]:
+    """Why SGLang could not balance experts as asked, which it says by failed assertions."""
+    ep, redundant = args.get("ep_size", 1), args.get("ep_num_redundant_experts") or 0
+    faults = []
+    if args.get("enable_eplb") and ep == 1:
+        faults.append(
+            "engine.enable_eplb: got true with engine.ep_size 1, where every rank holds a slice of "
+            "every expert; raise engine.ep_size or leave enable_eplb out"
+        )
+    if redundant < 0 or (target.routed_experts + redundant) % ep:
+        faults.append(
+            f"engine.ep_num_redundant_experts: got {redundant}; with the {target.routed_experts} "
+            f"experts they must divide into engine.ep_size {ep} equal groups; take a multiple of "
+            f"{ep}"
+        )
+    return faults
+
+
 def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
@@ -214,6 +232,7 @@ def model_faults(spec: DeploymentSpec, settings: EngineSettings) -> list[str]:
     ep = settings.server_args.get("ep_size", 1)
     faults = drafter_faults(target, drafter) if drafter else []
     faults += split_faults(target, drafter, spec.tp_size, ep)
+    faults += balance_faults(target, settings.server_args)
     faults += kernel_faults(target, spec.tp_size, settings.server_args)
     return faults + length_faults(target, settings.server_args)
 
@@ -290,7 +309,13 @@ def make_plan(
         nodes=tuple(nodes),
         warnings=(*_warnings(spec, settings), *gpu_warnings(memory)),
         contexts=_contexts(settings, memory),
-        experts=plan_experts(settings.target, spec.tp_size, args.get("ep_size", 1), rows),
+        experts=plan_experts(
+            settings.target,
+            spec.tp_size,
+            args.get("ep_size", 1),
+            rows,
+            args.get("ep_num_redundant_experts") or 0,
+        ),
         ports=planned_ports(spec, len(replicas[0].shares)),
     )
 

@@ -40,9 +40,10 @@ def _expert_lines(experts: ExpertPlan | None) -> Iterator[str]:
         return
     cut = f", each cut over {experts.ranks_per_group} ranks" if experts.ranks_per_group > 1 else ""
     groups = f"{experts.groups} groups of ranks" if experts.groups > 1 else "every rank"
+    more = f", {experts.redundant} of all of them copies" if experts.redundant else ""
     yield (
         f"Experts          {experts.experts_per_rank} a layer on {groups}{cut} "
-        f"(width {experts.width_per_rank}); expected, with an even router:"
+        f"(width {experts.width_per_rank}){more}; expected, with an even router:"
     )
     yield "  batch   rows  distinct experts  rows each  on the busiest rank  balance"
     for load in experts.loads:

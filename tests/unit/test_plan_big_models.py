@@ -183,6 +183,47 @@ def test_deepseek_over_two_nodes() -> None:
     assert contexts[8] > 70_000
 
 
+@pytest.mark.parametrize("model", [KIMI, THINKING, DEEPSEEK, "DeepSeek-R1"])
+def test_each_published_model_at_tp_8_and_16(model: str) -> None:
+    one, two = planned(model=model), planned(nodes=2, model=model, tp=16)
+    for plan in (one, two):
+        assert [batch for batch, _ in plan.contexts] == [1, 8, 32]
+        assert all(context > 0 for _, context in plan.contexts)
+        assert plan.memory.total < RTX_PRO_6000.memory
+    assert two.memory.kv_tokens > 2 * one.memory.kv_tokens
+
+
+def test_expert_parallelism_and_its_balancing_are_passed_on_and_planned() -> None:
+    asked = {
+        "ep_size": 8,
+        "enable_eplb": True,
+        "ep_num_redundant_experts": 16,
+        "eplb_rebalance_num_iterations": 500,
+        "moe_runner_backend": "triton",
+        "disable_shared_experts_fusion": True,
+    }
+    plan, plain = planned(context_length=100_000, **asked), planned(context_length=100_000)
+    assert asked.items() <= plan.settings.server_args.items()
+    assert plan.experts is not None
+    assert (plan.experts.groups, plan.experts.experts_per_rank, plan.experts.redundant) == (
+        8,
+        50,
+        16,
+    )
+    assert [load.batch for load in plan.experts.loads] == [1, 4, 8, 16, 32, 64, 128]
+    copies = plan.memory.target_weights - plain.memory.target_weights
+    assert copies == pytest.approx(expert_elements(facts(KIMI)).on_rank(8) * 0.5625 * 16 / 384)
+    text = render_plan(plan)
+    assert "50 a layer on 8 groups of ranks (width 2048), 16 of all of them copies" in text
+
+
+def test_balancing_that_the_engine_cannot_do_is_refused() -> None:
+    assert "engine.enable_eplb: got true with engine.ep_size 1" in refused(enable_eplb=True)
+    said = refused(ep_size=8, ep_num_redundant_experts=12)
+    assert "engine.ep_num_redundant_experts: got 12" in said
+    assert "take a multiple of 8" in said
+
+
 def test_a_plan_shows_all_of_it() -> None:
     text = render_plan(planned(context_length=200_000))
     for part in (
