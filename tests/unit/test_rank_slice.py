@@ -270,3 +270,13 @@ def test_tables_keep_the_last_timed_of_equal_points() -> None:
     assert {p["traced"] for p in late if p["context"] != 65536} == {1}
     assert len(merged(points)) == len({tuple(p[name] for name in WHERE) for p in points})
     assert 0 < exchanges_us(1, 9) < exchanges_us(4, 33)
+
+
+@pytest.mark.parametrize("context", [1024, 200_000])
+def test_the_budget_falls_back_where_acceptance_falls(context: int) -> None:
+    """By the measured costs of one request: from the chain to plain decoding, never below it."""
+    costs = [{**p, "step_us": serving_us(p)} for p in merged(read(ROWS_FILE))]
+    for tokens, expected in ((4.5, "chain"), (1.3, "plain")):
+        found = {(v.batch, v.context): v for v in judge(costs, tokens)}
+        assert found[1, context].chosen == expected
+        assert found[1, context].ratio > 0.98
