@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from overstory.orchestrator.backend import TokenChunk
+from overstory.orchestrator.backend import TokenChunk, TokenLogprobs
 from overstory.orchestrator.engine_errors import EngineDead, RankDeath, RequestRefused
 from overstory.orchestrator.journal import GenerateCall
 from overstory.orchestrator.spec import DeploymentSpec
@@ -39,6 +39,13 @@ def write_byte_model(folder: Path) -> None:
     template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def _logged(ids: list[int], top: int | None) -> list[TokenLogprobs] | None:
+    """Log-probabilities where a call asks for them: the same for every token."""
+    if top is None:
+        return None
+    return [TokenLogprobs(-1.0, tuple((token + n, -1.0) for n in range(top))) for token in ids]
 
 
 class ScriptedReplica:
@@ -84,7 +91,7 @@ class ScriptedReplica:
                 await self._obey(prompt, begun)
             end = min(at + STEP_TOKENS, limit)
             done = {"type": "length", "length": limit} if end == limit else None
-            yield TokenChunk(ids[at:end], done)
+            yield TokenChunk(ids[at:end], done, _logged(ids[at:end], call.logprobs))
 
     async def _obey(self, prompt: str, begun: int) -> None:
         if "<exit-once>" in prompt and begun == 0:
