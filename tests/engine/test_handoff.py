@@ -236,6 +236,21 @@ def test_what_is_there_already_is_not_taken(here: EngineHarness, replica: Replic
     assert move.resume() == report["cached"]
 
 
+def test_a_full_pool_takes_nothing_and_harms_nobody(here: EngineHarness, replica: Replica) -> None:
+    there = replica()
+    move = Move(here, there, [PROMPTS[0]])
+    mine = random_prompts([440, 440, 440, 440], seed=3)
+    with policy("plain"):
+        rids = [here.submit(p, {"temperature": 0.0, "max_new_tokens": 40}) for p in mine]
+        here.step(8)
+        reports = move.hand_over()
+        assert all("no room for" in report["failed"] for report in reports)
+        here.run(rids)
+    move.end()
+    assert move.resume() == [0]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["garbage", "let go"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_bad_rows_are_not_taken(
@@ -304,17 +319,3 @@ def test_a_taking_replica_that_is_killed_in_the_middle(
     here.at_boundary(audit)
     assert here.generate([text], {"temperature": 0.0, "max_new_tokens": 4})
     here.assert_no_leak()
-
-
-def test_a_full_pool_takes_nothing_and_harms_nobody(here: EngineHarness, replica: Replica) -> None:
-    there = replica()
-    move = Move(here, there, [PROMPTS[0]])
-    mine = random_prompts([440, 440, 440, 440], seed=3)
-    with policy("plain"):
-        rids = [here.submit(p, {"temperature": 0.0, "max_new_tokens": 40}) for p in mine]
-        here.step(8)
-        reports = move.hand_over()
-        assert all("no room for" in report["failed"] for report in reports)
-        here.run(rids)
-    move.end()
-    assert move.resume() == [0]

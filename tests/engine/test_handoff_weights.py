@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from ddtree_support import server_args
 
 from overstory.workers.handoff.loading import WeightShelf
 from overstory.workers.handoff.peers import Peers
@@ -60,15 +61,16 @@ class Pair:
 
 
 @pytest.fixture
-def pair_of_shelves(engine: Callable[..., EngineHarness]) -> Iterator[Pair]:
+def pair_of_shelves(engine: Callable[..., EngineHarness], pair: tuple[str, str]) -> Iterator[Pair]:
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
-    runner = engine().scheduler.tp_worker.model_runner
+    arguments = server_args(pair[1], context_length=512, max_total_tokens=2048)
+    runner = engine(**arguments).scheduler.tp_worker.model_runner
     settings = {"model_config": runner.model_config, "device_config": DeviceConfig("cpu", 0)}
-    pair = Pair("weights", DefaultModelLoader(runner.load_config), settings)
-    yield pair
-    pair.close()
+    shelves = Pair("weights", DefaultModelLoader(runner.load_config), settings)
+    yield shelves
+    shelves.close()
 
 
 def memory(model: torch.nn.Module) -> torch.Tensor:
