@@ -205,20 +205,6 @@ KERNELS: tuple[Entry, ...] = (
         "self forward_batch pp_proxy_tensors",
     ),
     Internal(f"{_SRT}.models.registry.import_model_classes", "skips disabled model modules"),
-    Internal(f"{_SRT}.mem_cache.allocator.paged.alloc_extend_kernel", "replaced: Triton"),
-    Internal(f"{_SRT}.mem_cache.allocator.paged.alloc_decode_kernel", "replaced: Triton"),
-    Inline(
-        f"{_SRT}.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_extend",
-        "how the replacement is called",
-        "alloc_extend_kernel[(bs,)]( prefix_lens, seq_lens, last_loc, self.free_pages, "
-        "out_indices, next_power_of_2(bs), self.page_size, )",
-    ),
-    Inline(
-        f"{_SRT}.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_decode",
-        "how the replacement is called",
-        "alloc_decode_kernel[(bs,)]( seq_lens, last_loc, self.free_pages, out_indices, "
-        "next_power_of_2(bs), self.page_size, )",
-    ),
 )
 
 #: Attention: what our backend implements and reads.
