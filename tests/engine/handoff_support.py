@@ -12,6 +12,7 @@ import signal
 import threading
 import traceback
 import types
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,8 +38,13 @@ _PEERS = Peers(
 )
 _HANDOFF.peers = _PEERS
 
+_of: Any = lambda: None  # noqa: E731
+
 
 def _context(scheduler: Any) -> Any:
+    global _of
+    if _of() is not scheduler:  # An engine after another one in this process has other buffers.
+        _of, _HANDOFF._table = weakref.ref(scheduler), None
     view = types.SimpleNamespace(raw=scheduler)
     return types.SimpleNamespace(rank=scheduler.ps.tp_rank, scheduler=view)
 
@@ -80,6 +86,7 @@ def fault(scheduler: Any, kind: str, rank: int) -> None:
     """From the second piece on: the giving rank is killed, sends garbage, or lets go of its KV."""
     if scheduler.ps.tp_rank != rank:
         return
+    _context(scheduler)
     table, count = _HANDOFF._rows(scheduler), 0
     mover = table._mover
 
