@@ -207,9 +207,10 @@ class ControlSpec(_Section):
     """Share of neighbouring rows that are neighbours in the pool, below which such a look is
     followed by relocation passes."""
 
-    kv_hand_off: Literal["auto", "on", "off"] = "auto"
+    kv_hand_off: Literal["auto", "on", "off"] = "off"
     """Whether the KV of a sequence that moves to another replica (restart, fewer replicas) moves
-    with it, instead of being computed again; `auto`: between GPUs."""
+    with it, instead of being computed again; `auto`: between GPUs, where no engine has handed over
+    yet."""
 
     kv_hand_off_tokens: int = Field(default=1024, ge=1)
     """Shortest sequence whose KV moves; a shorter one is computed sooner than it is asked for."""
@@ -218,9 +219,9 @@ class ControlSpec(_Section):
     """Who compares what the ranks of a replica did: the controller by their reports, or also
     (`gather`) the ranks themselves whenever a lease begins."""
 
-    weights_from_peer: Literal["auto", "on", "off"] = "auto"
+    weights_from_peer: Literal["auto", "on", "off"] = "off"
     """Whether a replica that starts beside others takes its weights from one of them instead of
-    from disk; `auto`: between GPUs."""
+    from disk; `auto`: between GPUs, where no engine has done so yet."""
 
     unresponsive_s: float = Field(default=60.0, gt=0)
     """Seconds after which a rank whose control side does not answer is ended, and its replica with
