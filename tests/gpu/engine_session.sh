@@ -11,6 +11,7 @@
 #   logs.txt      the end of every role's output; build.txt  machine and build
 set -uo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
+source "$root/tests/gpu/without_install.sh"
 out=${1:?folder for the results} seconds=${2:?seconds in all}
 shift 2
 roles=("$@")
@@ -19,18 +20,9 @@ roles=("$@")
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 python=${PYTHON:-python3}
-work=$(mktemp -d)
-mkdir -p "$work/links/overstory" "$work/plugin/overstory-0.1.0.dist-info" "$work/roles"
-for part in kernels workers orchestrator; do ln -s "$root/$part" "$work/links/overstory/$part"; done
-# What SGLang finds its plugins by, without an install.
-printf 'Metadata-Version: 2.1\nName: overstory\nVersion: 0.1.0\n' \
-  >"$work/plugin/overstory-0.1.0.dist-info/METADATA"
-printf '[sglang.srt.plugins]\noverstory = overstory.workers.seam.plugin:register\n' \
-  >"$work/plugin/overstory-0.1.0.dist-info/entry_points.txt"
-export PATH=$PATH:/usr/local/cuda/bin
-export PYTHONUNBUFFERED=1 OVERSTORY_KERNELS=cuda HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-export PYTHONPATH=$work/links${PYTHONPATH:+:$PYTHONPATH}
-cd "$work/links" || exit 1 # not the checkout: `kernels` there would hide another package
+use_checkout "$root" kernels workers orchestrator
+mkdir -p "$work/roles"
+export OVERSTORY_KERNELS=cuda
 
 bundle() {
   {
@@ -63,8 +55,7 @@ build() {
   {
     nvidia-smi
     nvcc --version | tail -2
-    "$python" -m overstory.kernels.build --arch "sm_$(nvidia-smi --query-gpu=compute_cap \
-      --format=csv,noheader --id=0 | tr -d .)"
+    build_kernels "$python"
   } >"$out/build.txt" 2>&1 || echo "build FAILED, see build.txt" >>"$work/ends.txt"
   echo "built after $SECONDS s" >>"$work/ends.txt"
 }

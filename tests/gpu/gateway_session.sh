@@ -8,6 +8,7 @@
 #   gateway_BUDGET.json, gateway_BUDGET.txt, build.txt
 set -uo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
+source "$root/tests/gpu/without_install.sh"
 out=${1:?folder for the results} seconds=${2:?seconds in all}
 shift 2
 budgets=("$@")
@@ -15,27 +16,14 @@ budgets=("$@")
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 python=${PYTHON:-python3} device=${DEVICE:-cuda}
-work=$(mktemp -d)
-mkdir -p "$work/links/overstory" "$work/plugin/overstory-0.1.0.dist-info"
-for part in kernels workers orchestrator clusters; do
-  ln -s "$root/$part" "$work/links/overstory/$part"
-done
-# What SGLang finds its plugins by, without an install.
-printf 'Metadata-Version: 2.1\nName: overstory\nVersion: 0.1.0\n' \
-  >"$work/plugin/overstory-0.1.0.dist-info/METADATA"
-printf '[sglang.srt.plugins]\noverstory = overstory.workers.seam.plugin:register\n' \
-  >"$work/plugin/overstory-0.1.0.dist-info/entry_points.txt"
-export PATH=$PATH:/usr/local/cuda/bin
-export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-export PYTHONPATH=$work/links:$work/plugin${PYTHONPATH:+:$PYTHONPATH}
-cd "$work/links" || exit 1 # not the checkout: `kernels` there would hide another package
+use_checkout "$root" kernels workers orchestrator clusters
+export PYTHONPATH=$work/plugin:$PYTHONPATH
 if [ "$device" = cuda ]; then
   export OVERSTORY_KERNELS=cuda
   {
     nvidia-smi
     nproc
-    "$python" -m overstory.kernels.build --arch "sm_$(nvidia-smi --query-gpu=compute_cap \
-      --format=csv,noheader --id=0 | tr -d .)"
+    build_kernels "$python"
   } >"$out/build.txt" 2>&1 || echo "build FAILED" >>"$out/build.txt"
 fi
 # `set -- ... --tokens N` of a caller's own measurement goes into OPTIONS.

@@ -13,6 +13,7 @@
 #   summary.txt       how each role ended, and the points in short
 set -uo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
+source "$root/tests/gpu/without_install.sh"
 out=${1:?folder for the results} seconds=${2:?seconds in all}
 shift 2
 roles=("$@")
@@ -21,18 +22,9 @@ later_s=${RANK_SLICE_LATER_S:-0} # kept free for each role but the first
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 python=${PYTHON:-python3}
-work=$(mktemp -d)
-mkdir -p "$work/links/overstory" "$work/plugin/overstory-0.1.0.dist-info" "$out/roles"
-for part in kernels workers orchestrator; do ln -s "$root/$part" "$work/links/overstory/$part"; done
-# What SGLang finds its plugins by, without an install.
-printf 'Metadata-Version: 2.1\nName: overstory\nVersion: 0.1.0\n' \
-  >"$work/plugin/overstory-0.1.0.dist-info/METADATA"
-printf '[sglang.srt.plugins]\noverstory = overstory.workers.seam.plugin:register\n' \
-  >"$work/plugin/overstory-0.1.0.dist-info/entry_points.txt"
-export PATH=$PATH:/usr/local/cuda/bin
-export PYTHONUNBUFFERED=1 OVERSTORY_KERNELS=${OVERSTORY_KERNELS:-cuda} HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-export PYTHONPATH=$work/plugin:$work/links${PYTHONPATH:+:$PYTHONPATH}
-cd "$work/links" || exit 1 # not the checkout: `kernels` there would hide another package
+use_checkout "$root" kernels workers orchestrator
+mkdir -p "$out/roles"
+export OVERSTORY_KERNELS=${OVERSTORY_KERNELS:-cuda} PYTHONPATH=$work/plugin:$PYTHONPATH
 
 bundle() {
   {
@@ -60,8 +52,7 @@ build() { # the kernels, while the roles load SGLang; `kernels` is done before a
   {
     nvidia-smi
     nvcc --version | tail -2
-    "$python" -m overstory.kernels.build --arch "sm_$(nvidia-smi --query-gpu=compute_cap \
-      --format=csv,noheader --id=0 | tr -d .)"
+    build_kernels "$python"
   } >"$out/build.txt" 2>&1 || echo "build FAILED, see build.txt" >>"$out/summary.txt"
   echo "built after $SECONDS s" >>"$out/summary.txt"
   touch "$out/roles/kernels.done"
