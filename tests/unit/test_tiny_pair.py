@@ -81,8 +81,8 @@ def test_plain_decoding_follows_the_logits(oracle: Oracle, prompts: list[Prompt]
     [
         pytest.param(7, True, marks=pytest.mark.full),
         pytest.param(8, False, marks=pytest.mark.full),
-        pytest.param(15, True, marks=pytest.mark.full),
-        (31, False),
+        (15, True),
+        pytest.param(31, False, marks=pytest.mark.full),
     ],
 )
 def test_speculation_gives_plain_decoding(
