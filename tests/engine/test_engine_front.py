@@ -21,12 +21,17 @@ DEATH = RankDeath(rank=1, cause="a test", exit_code=70)
 class _Group:
     def __init__(self, **plan: Any) -> None:
         self.plan = RankPlan("d", "r", 2, **plan)
+        self.moves = 0
+
+    def moved(self) -> None:
+        self.moves += 1
 
 
 @pytest.fixture
 def engine() -> engine_front.OverstoryEngine:
     bare = object.__new__(engine_front.OverstoryEngine)
     bare._death = None
+    bare._group = _Group()
     return bare
 
 
@@ -39,6 +44,7 @@ def test_a_step_brings_new_ids(engine: engine_front.OverstoryEngine) -> None:
     assert step["token_ids"] == [5, 6]
     assert step["logprobs"] == [(-0.1, 5, None)]
     assert step["finish_reason"] is None
+    assert engine._group.moves == 1, "a sign of life of the ranks"
 
 
 def test_an_echoed_abort_does_not_repeat_the_last_id(engine: engine_front.OverstoryEngine) -> None:
