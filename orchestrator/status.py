@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from typing import Any
 
 from ray import serve
@@ -11,6 +10,7 @@ from ray.serve.exceptions import RayServeException
 
 from overstory.orchestrator import client, serving
 from overstory.orchestrator.control import connected, controller_status
+from overstory.orchestrator.interrupts import Looks
 from overstory.orchestrator.state import DeploymentRecord
 from overstory.orchestrator.status_text import render
 
@@ -63,15 +63,17 @@ def show_status(name: str | None, as_json: bool, every_s: float | None) -> None:
         if every_s is not None and not as_json and sys.stdout.isatty():
             _watch(record, every_s)
             return
-        while True:
-            picture = gather(record)
-            print(json.dumps(picture, indent=1) if as_json else render(picture), flush=True)
-            if every_s is None:
-                return
-            try:
-                time.sleep(every_s)
-            except KeyboardInterrupt:
-                return
+        _print(record, as_json)
+        if every_s is None:
+            return
+        with Looks() as looks:
+            while looks.wait(every_s):
+                _print(record, as_json)
+
+
+def _print(record: DeploymentRecord, as_json: bool) -> None:
+    picture = gather(record)
+    print(json.dumps(picture, indent=1) if as_json else render(picture), flush=True)
 
 
 def _watch(record: DeploymentRecord, every_s: float) -> None:
@@ -80,10 +82,6 @@ def _watch(record: DeploymentRecord, every_s: float) -> None:
 
     from overstory.orchestrator.status_live import live_view
 
-    try:
-        with Live(live_view(gather(record)), screen=True, auto_refresh=False) as live:
-            while True:
-                time.sleep(every_s)
-                live.update(live_view(gather(record)), refresh=True)
-    except KeyboardInterrupt:
-        return
+    with Looks() as looks, Live(live_view(gather(record)), screen=True, auto_refresh=False) as live:
+        while looks.wait(every_s):
+            live.update(live_view(gather(record)), refresh=True)
