@@ -120,8 +120,8 @@ class RankHost:
         self._log_path = log_path
         self._memory_kills = kernel_memory_kills()
         self._commands = CommandTable()
-        handlers.register(self._commands)
         self._handoff = RankSide(device, placement.assigned_cuda_ordinal, placement.node_address)
+        handlers.register(self._commands, self._handoff.holding)
         self._handoff.register(self._commands)
         self._command_results: dict[str, Any] = {}
         self._prefixes = PrefixReader()

@@ -21,7 +21,7 @@ from ddtree_support import (
 from defrag_support import EPOCH, Passes, checked_pass, random_plan
 
 from overstory.orchestrator.defrag_plan import Plan, measure, plan_moves
-from overstory.workers.commands import CommandContext
+from overstory.workers.commands import CommandContext, CommandTable
 from overstory.workers.defrag import handlers
 from overstory.workers.defrag.audit import SlotsAstray, audit
 from overstory.workers.defrag.holders import live_requests, nodes
@@ -31,6 +31,7 @@ from overstory.workers.defrag.relocate import (
     relocate,
     take_picture,
 )
+from overstory.workers.handoff.commands import KvHandoff
 from overstory.workers.scheduler_view import SglangScheduler
 
 if TYPE_CHECKING:
@@ -244,6 +245,36 @@ def test_the_commands(engine: Engine, pair: tuple[str, str]) -> None:
         other = Plan(EPOCH + 1, plan.size, plan.sources, plan.targets, plan.before, plan.after)
         refused = command(harness, handlers.relocate, plan=other)["refused"]
         assert "epoch 2, the replica is at 1" in refused
+
+
+def test_rows_that_are_handed_over_stay_where_they_are(
+    engine: Engine, pair: tuple[str, str]
+) -> None:
+    """The giving thread goes by the slots that were held, between boundaries: a pass meanwhile
+    would have it send other rows, with right checksums."""
+    harness = engine(**server_args(pair[1], **ARGUMENTS))
+    harness.flush_cache()
+    prompt = random_prompts([80], seed=38)[0]
+    run_under(harness, "plain", [prompt], [GREEDY | {"max_new_tokens": 4}])
+    handoff, table = KvHandoff(), CommandTable()
+    handoff.register(table)
+    handlers.register(table, handoff.holding)
+
+    def act(name: str, **arguments: Any) -> dict[str, Any]:
+        with torch.inference_mode():
+            return command(harness, lambda *given: table.carry_out(name, *given), **arguments)
+
+    hold = {"key": "k", "texts": [{"rid": "gone", "tokens": prompt}]}
+    assert act("kv_hold", **hold)["lengths"] == [len(prompt)]
+    slots = handoff._held["k"][0].slots.clone()
+    plan = random_plan_here(harness, rows=300)
+    assert set(plan.sources) & set(slots.tolist())
+    refused = act("relocate", plan=plan)["refused"]
+    assert "its rows must stay where they are" in refused
+    assert torch.equal(handoff._held["k"][0].slots, slots)
+    act("kv_let_go", key="k")
+    assert act("relocate", plan=plan)["rows"] > 0
+    harness.assert_no_leak()
 
 
 def test_free_slots_are_handed_out_in_order(engine: Engine, pair: tuple[str, str]) -> None:

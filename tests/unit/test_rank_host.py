@@ -4,6 +4,7 @@ import pytest
 
 from overstory.orchestrator.lease import Command, Lease
 from overstory.workers.death_note import EXIT_LOOP_FAILED, read_note
+from overstory.workers.handoff.rank_side import RankSide
 from overstory.workers.rank import RankFailed, RankHost
 
 
@@ -43,3 +44,13 @@ def test_a_command_granted_twice_is_carried_out_once(host, monkeypatch):
     for seq in (1, 2):
         host._begin_lease(Lease(1, seq, 4, "plain", (Command("standing", ticket="t"),)))
     assert carried == ["standing"]
+
+
+
+def test_no_rows_move_while_some_are_handed_over(tmp_path, monkeypatch):
+    """A thread reads them by the slot numbers that they had when they were held."""
+    monkeypatch.setattr(RankSide, "holding", lambda _: 2)
+    host = RankHost(0, "cpu", note_folder=str(tmp_path))
+    host._view = View()
+    host._begin_lease(Lease(1, 1, 4, "plain", (Command("relocate", {"plan": None}, ticket="t"),)))
+    assert "handed over to another replica (2 at present)" in host._command_results["t"]["refused"]

@@ -7,7 +7,8 @@ until it is fetched.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from overstory.orchestrator.defrag_plan import (
@@ -49,10 +50,14 @@ class PictureShelf:
 SHELF = PictureShelf()
 
 
-def register(table: CommandTable) -> None:
-    """Adds both commands."""
+def _none_held() -> int:
+    return 0
+
+
+def register(table: CommandTable, held: Callable[[], int]) -> None:
+    """Adds both commands; `held` counts hand-offs of KV that this rank gives to at present."""
     table.register("slot_picture", slot_picture)
-    table.register("relocate", relocate)
+    table.register("relocate", functools.partial(relocate, held=held))
 
 
 def slot_picture(context: CommandContext, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,8 +89,14 @@ def slot_picture(context: CommandContext, arguments: Mapping[str, Any]) -> dict[
     return {**answer, "fragmentation": dataclasses.asdict(measure(picture))}
 
 
-def relocate(context: CommandContext, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def relocate(
+    context: CommandContext, arguments: Mapping[str, Any], held: Callable[[], int] = _none_held
+) -> dict[str, Any]:
     """Carries out `plan`, on every rank alike: what may differ between ranks is not looked at here.
+
+    Nothing moves while KV is held for another replica: a thread reads those rows by the slot
+    numbers that they had when they were held, between boundaries, so no pass can rewrite them. KV
+    is held and let go at boundaries, so that all ranks refuse alike.
 
     A plan is judged here and not when it is granted: the lease that brings it may be granted anew,
     by a controller that had to attach again and has another epoch now.
@@ -96,10 +107,16 @@ def relocate(context: CommandContext, arguments: Mapping[str, Any]) -> dict[str,
     Raises:
         SlotsAstray: slot numbers do not add up afterwards: the rank must not go on.
     """
+    answer: dict[str, Any] = {"forwards": context.scheduler.launched()}
+    if given := held():
+        return {
+            **answer,
+            "refused": f"KV is being handed over to another replica ({given} at present): its rows "
+            "must stay where they are. Try again in some seconds",
+        }
     from overstory.workers.defrag.relocate import CannotRelocate
     from overstory.workers.defrag.relocate import relocate as carry_out
 
-    answer: dict[str, Any] = {"forwards": context.scheduler.launched()}
     plan, scheduler = arguments.get("plan"), context.scheduler.raw
     try:
         if not isinstance(plan, Plan):
