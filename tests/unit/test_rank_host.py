@@ -46,7 +46,6 @@ def test_a_command_granted_twice_is_carried_out_once(host, monkeypatch):
     assert carried == ["standing"]
 
 
-
 def test_no_rows_move_while_some_are_handed_over(tmp_path, monkeypatch):
     """A thread reads them by the slot numbers that they had when they were held."""
     monkeypatch.setattr(RankSide, "holding", lambda _: 2)
