@@ -27,7 +27,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from overstory.orchestrator.controller_state import ControllerState, Verdict
-from overstory.orchestrator.defrag import DefragOrder, DefragRefused, defragment
+from overstory.orchestrator.defrag import (
+    DefragOrder,
+    DefragRefused,
+    RanksMovedApart,
+    defragment,
+)
 from overstory.orchestrator.defrag_plan import Fragmentation, SlotPicture
 from overstory.orchestrator.handoff import MEET_S, HandOffs, NotMoved, Text
 from overstory.orchestrator.lease import Command, LeaseRefused, StaleEpoch
@@ -301,6 +306,12 @@ class Controller:
         self._defragmenting.add(name)
         try:
             return await defragment(self, name, order)
+        except RanksMovedApart as apart:  # As with digests of steps: nobody may go on with these.
+            cause = f"ranks differ after a relocation pass: {apart}"
+            logger.error("%s", cause)
+            await self._end(name, apart.rank, cause)
+            self._state.lost(name, cause)
+            raise
         finally:
             self._defragmenting.discard(name)
 

@@ -44,7 +44,11 @@ class DefragRefused(ValueError):
 
 
 class RanksMovedApart(RuntimeError):
-    """Ranks report different results of the same pass."""
+    """Ranks report different results of the same pass; `rank` is the one to blame."""
+
+    def __init__(self, what: str, rank: int) -> None:
+        super().__init__(what)
+        self.rank = rank
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,9 @@ async def _pass(steering: Steering, replica: str, plan: Plan) -> dict[str, Any]:
     _unless_refused(replica, results)
     alike = {rank: (r["plan"], r["state"], r["rows"]) for rank, r in results.items()}
     if set(alike.values()) != {alike[0]} or alike[0][0] != plan.digest:
-        raise RanksMovedApart(f"replica {replica}, plan {plan.digest}: ranks report {alike}")
+        odd = [rank for rank, seen in alike.items() if seen != alike[0]]
+        told = f"replica {replica}, plan {plan.digest}: ranks report {alike} (plan, state, rows)"
+        raise RanksMovedApart(told, odd[-1] if odd else 0)
     slowest = max(results.values(), key=lambda result: result["pause_ms"])
     return {name: slowest[name] for name in ("plan", "rows", "pause_ms", "copy_ms")}
 

@@ -20,11 +20,12 @@ from ddtree_support import (
 )
 from defrag_support import EPOCH, Passes, checked_pass, random_plan
 
-from overstory.orchestrator.defrag_plan import Plan, measure, plan_moves
+from overstory.orchestrator.defrag_plan import Plan, measure, permutation, plan_moves
 from overstory.workers.commands import CommandContext, CommandTable
 from overstory.workers.defrag import handlers
+from overstory.workers.defrag import relocate as relocate_module
 from overstory.workers.defrag.audit import SlotsAstray, audit
-from overstory.workers.defrag.holders import live_requests, nodes
+from overstory.workers.defrag.holders import holders, live_requests, nodes
 from overstory.workers.defrag.relocate import (
     CannotRelocate,
     pool_buffers,
@@ -196,6 +197,28 @@ def test_the_audit_finds_what_was_not_rewritten(
                 harness.at_boundary(relocate, plan)
         finally:
             _write(slots, right)
+        harness.at_boundary(audit)
+
+
+@pytest.mark.parametrize(
+    "holder", ["ReqToTokenPool.req_to_token", "Req.prefix_indices", "TreeNode.value"]
+)
+def test_a_holder_that_a_pass_forgets_ends_the_rank(
+    engine: Engine, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch, holder: str
+) -> None:
+    """The error is none of those that a command refuses with: it leaves the loop."""
+    harness = engine(**server_args(pair[1], **ARGUMENTS))
+    with running(harness):
+        found = harness.at_boundary(lambda scheduler: list(holders(scheduler)))[0]
+        forgotten = [one.slots for one in found if one.name == holder]
+        kept = [one for one in found if one.name != holder]
+        table = torch.from_numpy(permutation(plan := random_plan_here(harness, rows=300)))
+        with monkeypatch.context() as without:
+            without.setattr(relocate_module, "holders", lambda _: iter(kept))
+            with pytest.raises(SlotsAstray):
+                command(harness, handlers.relocate, plan=plan)
+        for slots in forgotten:  # Done now, for the engine's other tests.
+            _write(slots, table[slots.long()].to(slots.dtype))
         harness.at_boundary(audit)
 
 

@@ -34,7 +34,9 @@ from overstory.orchestrator.defrag_plan import (
 )
 from overstory.orchestrator.defrag_text import render_defrag
 from overstory.orchestrator.lease import Command
+from overstory.orchestrator.rank_directory import RankGone
 from overstory.orchestrator.status_text import render
+from overstory.workers.death_note import EXIT_DIVERGED
 
 EPOCH = 4
 
@@ -177,8 +179,34 @@ def test_a_plan_of_an_epoch_that_is_over_is_refused_untouched() -> None:
 def test_ranks_that_differ_after_a_pass_are_reported() -> None:
     ranks = FakeReplica()
     ranks.apart = True
-    with pytest.raises(RanksMovedApart, match="ranks report"):
+    with pytest.raises(RanksMovedApart, match="ranks report") as apart:
         run(ranks)
+    assert apart.value.rank == 1
+
+
+def test_ranks_that_differ_after_a_pass_do_not_go_on() -> None:
+    """The one to blame is ended with the cause; its replica sees that and ends itself."""
+    ended: list[tuple[Any, ...]] = []
+
+    class Ranks:
+        async def call(self, name: str, rank: int, method: str, *given: Any, timeout_s: float):
+            ended.append((name, rank, method, *given))
+            raise RankGone("it ended")
+
+    steering, ranks = controller("leased"), FakeReplica()
+    ranks.apart = True
+    steering._ranks = Ranks()  # type: ignore[assignment]
+    steering.carry_out = ranks.carry_out  # type: ignore[method-assign]
+    steering.fetch_picture = ranks.fetch_picture  # type: ignore[method-assign]
+    ranks.epoch = steering._state.epoch("r")
+    with pytest.raises(RanksMovedApart):
+        asyncio.run(steering.defrag(DefragOrder(), "r"))
+    ((name, rank, method, cause, code),) = ended
+    assert (name, rank, method, code) == ("r", 1, "end", EXIT_DIVERGED)
+    assert "ranks differ after a relocation pass" in cause
+    assert steering._state.phase("r") == "lost"
+    assert "relocation pass" in steering._state.standing("r")
+    assert not steering._defragmenting
 
 
 @pytest.mark.parametrize(

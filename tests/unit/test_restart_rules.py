@@ -103,5 +103,7 @@ def test_a_successor_that_dies_meanwhile_does_not_count_as_done() -> None:
     seen = RestartProgress(frozenset("a"), replicas=2, now_s=0.0)
     seen.look({"b": "RUNNING", "c": "STOPPING", "d": "STARTING"}, 1.0)
     assert not seen.done
+    seen.look({"b": "RUNNING", "c": "STOPPING", "d": "RUNNING"}, 1.5)
+    assert not seen.done, "what it leaves behind is still there"
     seen.look({"b": "RUNNING", "d": "RUNNING"}, 2.0)
     assert seen.done

@@ -15,8 +15,8 @@ from overstory.orchestrator.backend import (
     TokenLogprobs,
 )
 from overstory.orchestrator.generation import ChoicePlan, Generation, LogprobsAsked, Piece
-from overstory.orchestrator.journal import GenerateCall, Journal
-from overstory.orchestrator.resume import PROOF, ResumeLimits
+from overstory.orchestrator.journal import GenerateCall, Journal, JournalEntry
+from overstory.orchestrator.resume import PROOF, Carrier, ResumeLimits
 from overstory.orchestrator.sampling import Sampling
 from overstory.orchestrator.token_text import TokenText
 
@@ -188,6 +188,26 @@ def test_the_wait_for_another_replica_is_bounded() -> None:
     with pytest.raises(ReplicaLost, match=r"no replica went on .* within 0.3 s"):
         play(nowhere, ResumeLimits(losses=0, wait_s=0.3))
     assert len(nowhere.calls) < 10  # not in a spin
+
+
+def test_a_wait_that_is_over_does_not_count_against_the_next_one() -> None:
+    """Two losses, minutes of tokens between them, none of which was a long wait."""
+    backend = Mortal((4, ReplicaLost("a")), (10, ReplicaLeaving("b")), (0, None))
+    entry = JournalEntry("r", PROMPT, Sampling(seed=7, max_new_tokens=100), 0.0)
+    now, moves = [0.0], []
+
+    async def scenario() -> None:
+        carrier = Carrier(
+            backend, entry, 0.0, None, ResumeLimits(losses=3, wait_s=30.0),
+            lambda _: None, moves.append, clock=lambda: now[0],
+        )  # fmt: skip
+        async for chunk in carrier.chunks():
+            entry.commit(chunk.ids)
+            now[0] += 20.0
+
+    asyncio.run(scenario())
+    assert bytes(entry.committed) == TEXT
+    assert moves == ["lost", "leaving"]
 
 
 def test_a_slow_first_token_is_no_loss() -> None:
