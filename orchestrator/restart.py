@@ -35,6 +35,7 @@ from overstory.orchestrator.state import DeploymentRecord, changing_state, read_
 
 _POLL_S = 0.5
 _CAUSE_S = 5.0
+_PLENTY = 1e6
 _ROOM_S = 30.0
 """How long a successor may wait for room that was free when the restart began."""
 
@@ -85,7 +86,11 @@ def restart(
         progress.tell("placement", _manner(begun.surge))
         with contextlib.suppress(ControlError):  # Without a controller nothing was given up.
             ask_controller(record.name, "asked_for", wanted.replicas)
-        serving.roll(wanted, begun.nodes_per_replica, begun.version, begun.surge)
+        try:
+            serving.roll(wanted, begun.nodes_per_replica, begun.version, begun.surge)
+        except Exception:  # Not begun: later crashes must not look like its end.
+            _write(record.name, {"restart": None})
+            raise
         return _follow(record.name, begun, progress, timeout_s)
 
 
@@ -147,11 +152,14 @@ def _plan(record: DeploymentRecord, spec: DeploymentSpec, wanted: DeploymentSpec
     """Beside or in place: by what is free now."""
     nodes = cluster.ray_inventory()
     surge, nodes_per_replica = True, record.nodes_per_replica
+    one = wanted.model_copy(update={"replicas": 1})
     try:
-        plan = make_plan(wanted.model_copy(update={"replicas": 1}), nodes)
+        plan = make_plan(one, nodes)
         nodes_per_replica = plan.nodes_per_replica
     except PlanError as error:
         surge = False
+        # What is wrong on empty nodes too is no lack of room: nothing is drained for that.
+        make_plan(one, [dataclasses.replace(n, cpus=_PLENTY, gpus=_PLENTY) for n in nodes])
         _refuse_to_grow(spec, wanted, record.nodes_per_replica, error)
     return Begun(
         version=uuid.uuid4().hex[:12],
@@ -225,7 +233,8 @@ def _look(name: str, seen: RestartProgress, wanted: DeploymentSpec, progress: Pr
         raise RestartError(
             f"stopped at a replica that failed ({seen.describe()}; serving on: {left or 'none'}). "
             "Those that are old keep the old settings. `overstory restart` without a file goes "
-            "back to those; with a better file it goes on.\n" + _why(name)
+            "back to those; with a better file it goes on. Serve starts no replica before that, "
+            "not even in place of one that is lost meanwhile.\n" + _why(name)
         )
     if not seen.done:
         phase, _ = describe_ranks(serving.ask_ranks(name, "phase", 2.0), wanted.replicas)

@@ -42,6 +42,7 @@ def scale(name: str | None, replicas: int, progress: Progress, timeout_s: float)
         spec = parse_spec(record.spec)
         more = replicas - spec.replicas
         if more > 0:
+            _refuse_after_a_stop(record.name)
             wanted = spec.model_copy(update={"replicas": more})
             make_plan(wanted, cluster.ray_inventory())
         progress.tell("placement", f"{spec.replicas} -> {replicas} replicas")
@@ -50,6 +51,16 @@ def scale(name: str | None, replicas: int, progress: Progress, timeout_s: float)
         serving.set_replicas(record.name, replicas)
         _remember(record, spec, replicas)
         _await_replicas(record.name, replicas, spec.tp_size, progress, timeout_s)
+
+
+def _refuse_after_a_stop(name: str) -> None:
+    app = serving.app_status(name)
+    if app is not None and app.restart_stopped:
+        raise ScaleError(
+            f"a restart of {name} has stopped at a replica that failed, and Serve starts no "
+            "replica before another one: `overstory restart` (the old settings, or a better file), "
+            "then scale"
+        )
 
 
 def _remember(record: DeploymentRecord, spec: DeploymentSpec, replicas: int) -> None:

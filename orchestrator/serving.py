@@ -26,6 +26,7 @@ from overstory.orchestrator.spec import DeploymentSpec
 CALL_TIMEOUT_S = 10.0
 GONE_TIMEOUT_S = 60.0
 _POLL_S = 0.2
+_STOPPED = "The update is stopped"  # Serve tells it in words only
 
 
 class StillThere(UserFault):
@@ -44,6 +45,12 @@ class AppStatus:
     def failed(self) -> bool:
         """Whether Serve has given up, or lost what it had."""
         return self.status in ("DEPLOY_FAILED", "UNHEALTHY")
+
+    @property
+    def restart_stopped(self) -> bool:
+        """Whether Serve has stopped a rolling update at replicas that failed: it starts none until
+        it is given another version."""
+        return self.status == "DEPLOY_FAILED" and _STOPPED in self.message
 
 
 def quiet_serve_logs() -> None:

@@ -182,6 +182,9 @@ def test_a_restart_stops_at_a_replica_that_fails(deployed: Deployed) -> None:
     assert "SafetensorError" in bad.stderr
     assert deployed.replicas() == before
     assert deployed.shell("generate", "x =", "--max-tokens", "4").returncode == 0
+    more = run(deployed, "scale", "2")
+    assert more.returncode == 1
+    assert "has stopped at a replica that failed" in more.stderr, "Serve would start none, ever"
     back = run(deployed, "restart")
     assert back.returncode == 0, back.stderr
     assert not set(before) & set(deployed.replicas())

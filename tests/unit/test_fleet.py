@@ -1,11 +1,15 @@
 """Which process takes whose place, and when a deployment stops trying."""
 
+import asyncio
+import contextlib
+
 import pytest
 from fake_clock import Clock
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from overstory.orchestrator.fleet import ABSENT_LOOKS, RETIRED_KEPT, Fleet, GivenUp
+from overstory.orchestrator.fleet_watch import FleetWatch
 from overstory.orchestrator.replica_health import HealthLimits, State
 
 LIMITS = HealthLimits(restarts=3, proven_s=100, silence_s=1e6)
@@ -140,6 +144,57 @@ def test_one_that_was_told_to_end_is_not_replaced(fleet: Fleet) -> None:
     assert states(fleet) == ["RETIRED", "RETIRED", "HEALTHY"]
     fleet.begun("d", "", LIMITS)
     assert states(fleet) == ["RETIRED", "RETIRED", "HEALTHY", "WARMING"]
+
+
+def test_one_that_serve_takes_out_is_draining_while_its_process_is_there(fleet: Fleet) -> None:
+    everyone = {"actor-a", "actor-b", "actor-c"}
+    fleet.look(everyone, ["a", "x"])
+    assert states(fleet) == ["DRAINING", "HEALTHY", "HEALTHY"]
+    fleet.look(everyone - {"actor-b"}, ["b"])  # Gone already: that is a death, not a drain.
+    assert states(fleet) == ["DRAINING", "HEALTHY", "HEALTHY"]
+    fleet.ended("a")
+    assert states(fleet)[0] == "RETIRED"
+
+
+def test_serve_is_told_of_what_is_given_up_until_it_has_heard_or_a_user_asks_anew() -> None:
+    """Serve may be away when the verdict falls, and a user may mend the cause before it is back."""
+    told: list[str] = []
+    away = [True]
+
+    async def drop() -> None:
+        if away[0]:
+            raise ConnectionError("Serve's controller is gone")
+        told.append("one fewer")
+
+    async def nothing() -> set[str]:
+        return set()
+
+    async def view() -> tuple[list[str], int | None]:
+        return [], None
+
+    def given_up() -> FleetWatch:
+        watch = FleetWatch(Fleet(Clock()), nothing, view, drop)
+        for number in range(LIMITS.restarts):
+            watch.event("begun", f"a{number}", "", LIMITS, None)
+            watch.event("died", f"a{number}", "", LIMITS, "no such file")
+        return watch
+
+    async def look(watch: FleetWatch) -> None:
+        with contextlib.suppress(ConnectionError):
+            await watch.look()
+
+    async def story() -> None:
+        first, second = given_up(), given_up()
+        await look(first)
+        await look(second)
+        assert told == []
+        second.asked_for(1)
+        away[0] = False
+        for watch in (first, first, second):
+            await look(watch)
+        assert told == ["one fewer"]
+
+    asyncio.run(story())
 
 
 def test_words_about_the_unknown_are_taken_in_or_ignored(fleet: Fleet) -> None:
