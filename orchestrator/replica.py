@@ -31,7 +31,12 @@ from overstory.orchestrator.launch import launch_engine
 from overstory.orchestrator.rank_group import CONTROL, call
 from overstory.orchestrator.replica_handoff import ReplicaHandOff
 from overstory.orchestrator.replica_health import ReplicaHealth, State
-from overstory.orchestrator.replica_setup import engine_limits, health_limits, rank_plan
+from overstory.orchestrator.replica_setup import (
+    engine_limits,
+    health_limits,
+    rank_plan,
+    refuse_beyond,
+)
 from overstory.orchestrator.sampling import Sampling
 from overstory.orchestrator.spec import DeploymentSpec
 from overstory.orchestrator.weight_donor import find_donor
@@ -94,6 +99,7 @@ class Replica:
             RequestRefused, EngineBusy, EngineDead: see `engine_errors`.
         """
         name_request(f"request {request.rid}")
+        refuse_beyond(self._limits, request)
         await self._handoff.bring(request)
         finished = False
         steps = cast(

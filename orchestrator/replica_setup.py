@@ -6,7 +6,9 @@ Reads model configs; imports Ray (through `rank_group`) but starts nothing.
 from collections.abc import Mapping
 from typing import Any
 
+from overstory.orchestrator.engine_errors import RequestRefused
 from overstory.orchestrator.engine_flags import resolve_engine
+from overstory.orchestrator.journal import GenerateCall
 from overstory.orchestrator.rank_group import RankPlan
 from overstory.orchestrator.replica_health import HealthLimits
 from overstory.orchestrator.spec import DeploymentSpec
@@ -101,3 +103,25 @@ def engine_limits(info: Mapping[str, Any], page_size: int) -> dict[str, int]:
         "context_tokens": min(longest, pool),
         "prompt_tokens": info["max_req_input_len"] - 1,
     }
+
+
+def refuse_beyond(limits: Mapping[str, int], request: GenerateCall) -> None:
+    """Refuses what this replica would cut short in silence.
+
+    The gateway checks requests against the limits of one replica. Another one may have less: a pool
+    of automatic size that came out smaller, or a restart with other engine settings.
+
+    Args:
+        limits: `engine_limits` of this replica.
+        request: as it came.
+
+    Raises:
+        RequestRefused: prompt and output together are longer than this engine takes.
+    """
+    wanted = len(request.input_ids) + request.sampling.max_new_tokens
+    if wanted > limits["context_tokens"]:
+        raise RequestRefused(
+            f"prompt and output may take {wanted} tokens, this replica has room for "
+            f"{limits['context_tokens']} (engine.context_length and engine.max_total_tokens; what "
+            "another replica took may be more). Lower max_tokens or give all replicas the same room"
+        )
