@@ -310,7 +310,7 @@ class Controller:
             cause = f"ranks differ after a relocation pass: {apart}"
             logger.error("%s", cause)
             await self._end(name, apart.rank, cause)
-            self._state.lost(name, cause)
+            self._state.moved_apart(name, cause)
             raise
         finally:
             self._defragmenting.discard(name)

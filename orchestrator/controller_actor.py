@@ -102,18 +102,16 @@ class _ControllerActor:
         return self._replicas.fleet.hopeless()
 
     async def status(self) -> dict[str, Any]:
-        """See `Controller.status`, and `health`: `Fleet.status`."""
-        return {
-            **await self._controller.status(),
-            "health": self._replicas.fleet.status(),
-        }
+        """See `Controller.status`, and `health`: `Fleet.status`, `faults`: `Fleet.faults`."""
+        return {**await self._controller.status(), **self._fleet_picture()}
 
     def _picture(self) -> dict[str, Any]:
         """As `status`, from the last reports."""
-        return {
-            **self._controller.last_status(),
-            "health": self._replicas.fleet.status(),
-        }
+        return {**self._controller.last_status(), **self._fleet_picture()}
+
+    def _fleet_picture(self) -> dict[str, Any]:
+        fleet = self._replicas.fleet
+        return {"health": fleet.status(), "faults": fleet.faults()}
 
     def _draining(self, replica: str) -> bool:
         return self._replicas.fleet.state_of(replica) is State.DRAINING

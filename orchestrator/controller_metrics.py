@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from overstory.orchestrator.fleet import FAULTS
 from overstory.orchestrator.meters import Meters
 from overstory.orchestrator.metric_table import CONTROLLER
 
@@ -15,8 +16,8 @@ EXPORT_EVERY_S = 5.0
 CANDIDATES = 4
 """Ranks of candidates that are told apart: each is a series for each depth."""
 
-_FAULTS = ("condemned", "lost", "SUSPECT", "DEAD", "RETIRED")
-"""Phases of the controller and states of health that are faults."""
+CONDEMNED = "condemned"
+"""The kind of fault that the controller itself counts: ranks that differed."""
 
 Key = tuple[str, tuple[tuple[str, str], ...]]
 
@@ -29,18 +30,21 @@ class ControllerMetrics:
         self._meters = meters
         self._counted: dict[Key, float] = {}
         self._gauges: set[Key] = set()
-        self._states: dict[tuple[str, str], str] = {}
-        for kind in _FAULTS:
+        for kind in (*FAULTS, CONDEMNED):
             meters.add("faults", 0, kind=kind)
 
     def export(self, status: Mapping[str, Any]) -> None:
-        """Args: status: as `Controller.status` gives it, with `health` where there is one."""
+        """Args: status: as `Controller.status` gives it, with `health` and `faults` of a fleet
+        where there is one."""
         before, self._gauges = self._gauges, set()
         for replica in status["replicas"]:
             if replica["phase"] in ("found", "leased"):
                 self._replica(replica)
         self._kinds("replicas", "phase", status["replicas"], "phase")
         self._kinds("replica_health", "state", status.get("health") or [], "state")
+        faults = {**status.get("faults", {}), CONDEMNED: status.get("condemned", 0)}
+        for kind, count in faults.items():
+            self._count("faults", count, kind=kind)
         self._hand_offs(status.get("hand_offs") or {})
         for name, labels in before - self._gauges:  # gone; Ray forgets no series
             self._meters.set(name, 0.0, **dict(labels))
@@ -126,15 +130,11 @@ class ControllerMetrics:
             self._count("stage_seconds", seconds, stage=stage, **labels)
 
     def _kinds(self, metric: str, label: str, entries: list[Mapping[str, Any]], key: str) -> None:
-        """Numbers of replicas by a state, and how often one came to a state that is a fault."""
+        """Numbers of replicas by a state."""
         numbers: dict[str, int] = {}
         for entry in entries:
             state = str(entry[key])
             numbers[state] = numbers.get(state, 0) + 1
-            was = self._states.get((metric, entry["name"]))
-            if state in _FAULTS and was != state:
-                self._meters.add("faults", kind=state)
-            self._states[metric, entry["name"]] = state
         for state, number in numbers.items():
             self._set(metric, number, **{label: state})
 

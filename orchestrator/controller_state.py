@@ -92,6 +92,7 @@ class ControllerState:
         self._policy: str | None = None
         self._replicas: dict[str, ReplicaRecord] = {}
         self._started = clock()
+        self._condemned = 0
 
     # ------------------------------------------------------------------ events
 
@@ -162,10 +163,17 @@ class ControllerState:
         if difference is None or replica.phase == "condemned":
             return None
         replica.phase, replica.condemned = "condemned", True
+        self._condemned += 1
         replica.reason = (
             f"ranks {difference.other} and {difference.rank} differ at forward {difference.forward}"
         )
         return Verdict(name, difference)
+
+    def moved_apart(self, name: str, reason: str) -> None:
+        """Its ranks differ after an act of all of them: as with steps that differ, it is lost."""
+        self._replicas[name].condemned, self._replicas[name].reason = True, reason
+        self._condemned += 1
+        self.lost(name, reason)
 
     def replaced(self, name: str, reason: str) -> None:
         """Another controller has attached to the replica: this one stops granting to it."""
@@ -295,7 +303,8 @@ class ControllerState:
     def status(self) -> dict[str, Any]:
         """JSON-able picture for `overstory status`.
 
-        `deployment`, `policy`, `lease_steps`, `uptime_s`, `replicas`: list of `name`, `phase`,
+        `deployment`, `policy`, `lease_steps`, `uptime_s`, `condemned` (how many replicas' ranks
+        have differed), `replicas`: list of `name`, `phase`,
         `reason`,
         `epoch`, `lease` (rank 0's ledger), `digests_equal_up_to`, `fragmentation` (of the last
         picture, with its `age_s`; None before the first), `ranks`: list of `rank`, `pid`,
@@ -309,6 +318,7 @@ class ControllerState:
             "policy": self._policy,
             "lease_steps": self._lease_steps,
             "uptime_s": round(now - self._started, 1),
+            "condemned": self._condemned,
             "replicas": [self._replica_status(r, now) for r in self._replicas.values()],
         }
 

@@ -10,6 +10,7 @@ in a slot of its own. Where more wait and live than Serve wants, the youngest wa
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,10 @@ from overstory.orchestrator.replica_health import ALIVE, HealthLimits, ReplicaHe
 
 RETIRED_KEPT = 10
 """Retired slots that stay in the status, to say why they went."""
+FAULTS = ("SUSPECT", "DEAD", "given_up")
+"""What is counted: states that a replica comes to unasked, and restart budgets that are spent. One
+that is DEAD is so for no look of anybody's (what follows is decided at once), so states that are
+seen do not count it."""
 ABSENT_LOOKS = 2
 """Looks in a row that miss a replica's process before it counts as dead: its own words, which know
 the cause, may be on their way."""
@@ -46,6 +51,7 @@ class Fleet:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._slots: list[_Slot] = []
+        self._faults: Counter[str] = Counter(dict.fromkeys(FAULTS, 0))
 
     # ------------------------------------------------------------------ what replicas say
 
@@ -181,10 +187,18 @@ class Fleet:
         """`ReplicaHealth.picture` of each slot."""
         return [slot.health.picture() for slot in self._slots]
 
+    def faults(self) -> dict[str, int]:
+        """How often each of `FAULTS` has come about since this fleet began."""
+        return dict(self._faults)
+
     # ------------------------------------------------------------------ inside
 
+    def _changed(self, state: State) -> None:
+        if state in FAULTS:
+            self._faults[state] += 1
+
     def _add(self, name: str, actor: str, limits: HealthLimits) -> None:
-        health = ReplicaHealth(limits, self._clock, name)
+        health = ReplicaHealth(limits, self._clock, name, self._changed)
         self._slots.append(_Slot(health, actor, begun_s=self._clock()))
 
     def _lasting(self) -> list[_Slot]:
@@ -215,6 +229,7 @@ class Fleet:
             return False
         slot.health.decide()
         slot.waits_since_s = self._clock()
+        self._faults["given_up"] += slot.health.budget_spent
         self._forget_old()
         return slot.health.budget_spent
 

@@ -150,7 +150,12 @@ CONTROLLER = (
     _gauge("report_age_seconds", "seconds", "Age of a rank's last report", "replica", "rank"),
     _gauge("replicas", "replicas", "Replicas by the controller's phase", "phase"),
     _gauge("replica_health", "replicas", "Replicas by state of health", "state"),
-    _counter("faults", "replicas", "Replicas that went to this phase or state", "kind"),
+    _counter(
+        "faults", "faults",
+        "Faults of replicas by kind: SUSPECT, DEAD, given_up (its restart budget is spent), "
+        "condemned (its ranks differed). Replicas that end as they are told are none",
+        "kind",
+    ),
     _counter("kv_handed_over_bytes", "bytes", "KV that came from replicas that go"),
     _counter("kv_hand_over_seconds", "seconds", "Time that ranks stood still to take it"),
     _counter(

@@ -118,9 +118,16 @@ class ReplicaHealth:
         limits: see there.
         clock: monotonic seconds.
         name: of the process that has just begun.
+        on_change: told each state that it comes to.
     """
 
-    def __init__(self, limits: HealthLimits, clock: Callable[[], float], name: str = "") -> None:
+    def __init__(
+        self,
+        limits: HealthLimits,
+        clock: Callable[[], float],
+        name: str = "",
+        on_change: Callable[[State], None] = lambda _: None,
+    ) -> None:
         self.limits = limits
         self.name = name
         self.reason = ""
@@ -130,6 +137,7 @@ class ReplicaHealth:
         self.failed_lives = 0
         self.budget_spent = False
         self._clock = clock
+        self._on_change = on_change
         self._state = State.WARMING
         self._draining = False
         self._forwards, self._work, self._prefilling = -1, 0, False
@@ -356,3 +364,4 @@ class ReplicaHealth:
         assert after in ALLOWED[before], f"{self.name}: {before} -> {after}"
         self.reason = "" if after is State.HEALTHY else why
         self.history.append(Change(self._clock(), before, after, why))
+        self._on_change(after)

@@ -1,6 +1,7 @@
 """Metrics: what requests and reports become, and that code, page, dashboards and alerts agree."""
 
 import asyncio
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from overstory.orchestrator.backend import ReplicaLost
 from overstory.orchestrator.controller_metrics import ControllerMetrics
 from overstory.orchestrator.dashboards import DASHBOARDS, alert_rules, dashboard, files
 from overstory.orchestrator.endpoint import build_http_app
+from overstory.orchestrator.fleet import Fleet, GivenUp
 from overstory.orchestrator.generation import Piece
 from overstory.orchestrator.meters import Meters
 from overstory.orchestrator.metric_table import CONTROLLER, GATEWAY, METRICS, as_markdown
 from overstory.orchestrator.openai_responses import Usage
+from overstory.orchestrator.replica_health import HealthLimits
 from overstory.orchestrator.request_metrics import RequestWatch
 
 ROOT = Path(__file__).parents[2]
@@ -118,6 +121,9 @@ def test_times_of_a_stream() -> None:
     assert value(found, "overstory_requests_total", outcome="aborted", **where) is None
 
 
+KINDS = ("SUSPECT", "DEAD", "given_up", "condemned")
+
+
 def _status(forwards: int, phase: str = "leased", health: str = "HEALTHY") -> dict[str, Any]:
     counts = {
         "forwards": forwards, "requests": 2 * forwards, "rows": 32 * forwards,
@@ -166,21 +172,37 @@ def test_reports_become_metrics() -> None:
 
 
 def test_faults_are_counted_once_and_gauges_of_the_gone_are_zero() -> None:
+    """Between two pictures a replica may die, be decided upon and begin anew."""
     meters = Meters(CONTROLLER, "d", through_ray=False)
     exported = ControllerMetrics(meters)
-    exported.export(_status(4))
+    fleet = Fleet(lambda: 0.0)
+
+    def export(phase: str = "leased", condemned: int = 0) -> Any:
+        faults = {"faults": fleet.faults(), "condemned": condemned}
+        exported.export(_status(4, phase) | {"health": fleet.status()} | faults)
+        return samples(meters.text().decode())
+
+    def counted(found: Any) -> dict[str, float | None]:
+        return {kind: value(found, "overstory_faults_total", kind=kind) for kind in KINDS}
+
+    limits = HealthLimits(restarts=2, proven_s=0)
+    fleet.begun("a", "", limits)
+    fleet.begun("b", "", limits)
+    fleet.ended("b")  # As it was told, in a restart say.
+    found = export()
+    assert counted(found) == dict.fromkeys(KINDS, 0)
+    for name in ("a", "a1"):
+        fleet.died(name, "killed")
+        with contextlib.suppress(GivenUp):
+            fleet.begun("a1", "", limits)
     for _ in range(3):
-        exported.export(_status(4, "lost", "DEAD"))
-    found = samples(meters.text().decode())
-    assert value(found, "overstory_faults_total", kind="lost") == 1
-    assert value(found, "overstory_faults_total", kind="DEAD") == 1
+        found = export("lost", condemned=1)
+    assert counted(found) == {
+        "SUSPECT": 0, "DEAD": 2, "given_up": 1, "condemned": 1,
+    }  # fmt: skip
     assert value(found, "overstory_replicas", phase="leased") == 0
     assert value(found, "overstory_replicas", phase="lost") == 1
     assert value(found, "overstory_engine_running", replica="r1") == 0
-    exported.export(_status(4))
-    exported.export(_status(4, "lost", "HEALTHY"))
-    found = samples(meters.text().decode())
-    assert value(found, "overstory_faults_total", kind="lost") == 2
 
 
 def test_what_the_automatic_policy_knows_of_its_drafter() -> None:
@@ -310,4 +332,4 @@ def test_a_counter_begins_with_nothing_counted() -> None:
     assert value(found, "overstory_faults_total", kind="DEAD") == 2
     ControllerMetrics(meters)
     found = samples(meters.text().decode())
-    assert value(found, "overstory_faults_total", kind="lost") == 0
+    assert value(found, "overstory_faults_total", kind="condemned") == 0
