@@ -2,29 +2,45 @@
 
 The engines live in processes of their own on one GPU. A cell is one (repeat, requests, temperature)
 under every policy; the engines run a cell one after the other before any begins the next, so that
-what else the machine does falls on all alike.
+what else the machine does falls on all alike. Within a cell the policies of one engine take turns
+batch by batch, for the same reason: what disturbs a machine comes in stretches of tenths of a
+second.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
+import os
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from engine_cuda import Rate
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 ORDER = (1, 8, 64, 32, 2, 16, 4)
 TEMPERATURES = (0.0, 1.0)
 REPEATS = 3
-POLICIES = ("plain", "chain", "tree-15", "tree-31", "tree-63", "auto")
+POLICIES = ("plain", "chain", "tree-8", "tree-15", "tree-31", "tree-63", "auto")
+SPINE, SPINE_SIZES = "spine-15", (1, 8, 64)
+"""Steps of it run in small launches: it is timed at some sizes."""
+
 WARM_NEW = 24
 MEASURE_SECONDS = 8.0
-TIMED_SECONDS = 0.4
-"""Least time of a row; batches of greedy requests are done in a tenth of a second."""
+TIMED_SECONDS = float(os.environ.get("ENGINE_SESSION_TIMED", "0.3"))
+"""Least time of a row of one repeat, in as many batches as it takes."""
+
+FIRST_SECONDS = 0.5
+"""How long `auto` runs at each size before it is timed: a server has run for hours. What it gives
+meanwhile is a row of its own, `auto-first`."""
 
 
 class Cell(NamedTuple):
@@ -77,6 +93,8 @@ class Ring:
         for number, cell in enumerate(cells()):
             self._file(self._role).write_text(str(number))
             while not all(self._through(other, number) for other in self._others):
+                if time.time() > self._until:
+                    break
                 time.sleep(0.002)
             if time.time() > self._until:
                 break
@@ -90,11 +108,12 @@ class Ring:
 
     def _through(self, other: str, number: int) -> bool:
         """Whether ``other`` has run all cells before this one, or will not."""
+        if (self._out / f"{other}.done").exists():  # its process has ended
+            return True
         try:
             return int(self._file(other).read_text() or 0) >= number
         except FileNotFoundError:
-            gone = (self._out / f"{other}.done").exists()
-            return gone or time.time() > self._ready_by
+            return time.time() > self._ready_by
 
 
 class Bench:
@@ -113,48 +132,107 @@ class Bench:
         self.rows: list[dict[str, Any]] = []
 
     def cell(self, cell: Cell) -> None:
-        """All policies once, in an order that turns with the repeat."""
-        turn = cell.repeat % len(self._policies)
-        for policy in (*self._policies[turn:], *self._policies[:turn]):
-            row = self._timed(policy, cell)
-            if cell.repeat:
-                self.rows.append(row)
-                with self._file.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-
-    def _timed(self, policy: str | None, cell: Cell) -> dict[str, Any]:
-        from engine_cuda import timed_for
+        """All policies in turn, batch by batch, until each has had its time."""
         from machine_noise import quiet_and_watched
 
+        policies = [*self._policies]
+        if "auto" in policies and cell.requests in SPINE_SIZES:
+            policies.append(SPINE)
+        noise = dict[str, float]()
+        with quiet_and_watched(noise):
+            if cell.repeat:
+                runs = self._in_turn(policies, cell)
+            else:
+                for policy in policies:
+                    self._batch(policy, cell, 0, WARM_NEW)
+                runs = {"auto-first": self._first(cell)} if "auto" in policies else {}
+        for name, batches in runs.items():
+            row = _row(name, cell, batches, noise)
+            self.rows.append(row)
+            with self._file.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+    def _in_turn(self, policies: Sequence[str | None], cell: Cell) -> dict[str, list[_Batch]]:
+        runs: dict[str, list[_Batch]] = {str(policy): [] for policy in policies}
+
+        def wanting(policy: str | None) -> bool:
+            return sum(batch.rate.seconds for batch in runs[str(policy)]) < TIMED_SECONDS
+
+        number = 0
+        while any(map(wanting, policies)):
+            turn = (cell.repeat + number) % len(policies)
+            for policy in (*policies[turn:], *policies[:turn]):
+                if wanting(policy):
+                    runs[str(policy)].append(self._batch(policy, cell, number))
+            number += 1
+        return runs
+
+    def _first(self, cell: Cell) -> list[_Batch]:
+        batches: list[_Batch] = []
+        while sum(batch.rate.seconds for batch in batches) < FIRST_SECONDS:
+            batches.append(self._batch("auto", cell, len(batches)))
+        return batches
+
+    def _batch(self, policy: str | None, cell: Cell, number: int, new: int | None = None) -> _Batch:
+        """One batch. Sampled ones have the same seeds under every policy."""
+        from engine_cuda import timed
+
         alone = self._engine.scheduler.server_args.speculative_algorithm is None
-        new = new_tokens(not alone and policy != "plain", cell.requests, cell.temperature)
+        drafts = not alone and policy != "plain"
         params = {
             "temperature": cell.temperature,
-            "max_new_tokens": new if cell.repeat else WARM_NEW,
+            "max_new_tokens": new or new_tokens(drafts, cell.requests, cell.temperature),
             "ignore_eos": True,
         }
         if cell.temperature:
-            params["sampling_seed"] = 10 + cell.repeat
-        before, noise = _by_depth(), dict[str, float]()
-        seconds = TIMED_SECONDS if cell.repeat else 0.001
-        with self._under(policy), quiet_and_watched(noise):
-            rate, each = timed_for(self._engine, self._prompts(cell.requests), params, seconds)
-        after = _by_depth()
-        return {
-            "policy": str(policy),
-            "conc": cell.requests,
-            "T": cell.temperature,
-            "repeat": cell.repeat,
-            **rate.as_dict(),
-            "each_ms": [round(ms, 3) for ms in each],
-            "noise": {name: round(value, 3) for name, value in noise.items()},
-            "ran": {
-                name: [now - was for now, was in zip(counts, before.get(name, ()), strict=False)]
-                or counts
-                for name, counts in after.items()
-                if counts != before.get(name)
-            },
-        }
+            params["sampling_seed"] = 10 + cell.repeat + 1000 * number
+        before = _by_depth()
+        with self._under(policy):
+            rate = timed(self._engine, self._prompts(cell.requests), params)
+        return _Batch(rate, _ran_since(before))
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """``ran``: by policy, as `_by_depth` what this batch added."""
+
+    rate: Rate
+    ran: dict[str, list[int]]
+
+
+def _row(
+    name: str, cell: Cell, batches: Sequence[_Batch], noise: Mapping[str, float]
+) -> dict[str, Any]:
+    from engine_cuda import together
+
+    rates = [batch.rate for batch in batches]
+    whole = together(rates)
+    firsts = sorted(1e3 * first for first in whole.first_s)
+    ran: dict[str, list[int]] = {}
+    for batch in batches:
+        for policy, counts in batch.ran.items():
+            known = ran.get(policy, [0] * len(counts))
+            ran[policy] = [a + b for a, b in zip(known, counts, strict=True)]
+    return {
+        "policy": name,
+        "conc": cell.requests,
+        "T": cell.temperature,
+        "repeat": cell.repeat,
+        **whole.as_dict(),
+        "batches": [[rate.tokens, round(rate.seconds, 6), rate.forwards] for rate in rates],
+        "ttft_ms": round(statistics.median(firsts), 3),
+        "ttft_p95_ms": round(firsts[math.ceil(0.95 * (len(firsts) - 1))], 3),
+        "noise": {key: round(value, 3) for key, value in noise.items()},
+        "ran": ran,
+    }
+
+
+def _ran_since(before: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+    return {
+        name: [now - was for now, was in zip(counts, before.get(name, [0] * 15), strict=False)]
+        for name, counts in _by_depth().items()
+        if counts != before.get(name)
+    }
 
 
 def _by_depth() -> dict[str, list[int]]:
@@ -246,25 +324,24 @@ def leases(
     engine: Any,
     prompt: list[int],
     under: Callable[[str | None], AbstractContextManager[None]],
-    pairs: int = 8,
+    until: float,
+    pairs: int = 60,
 ) -> list[dict[str, float]]:
-    """Tokens/s of tree-31 with and without leases, in turn."""
-    from engine_cuda import timed_for
+    """Tokens/s of one request under tree-31 with and without leases, a text each in turn; for as
+    many pairs, and not beyond ``until`` (seconds since the epoch)."""
+    from engine_cuda import timed
     from machine_noise import quiet_and_watched
 
     params: Mapping[str, Any] = {"temperature": 0.0, "max_new_tokens": 640, "ignore_eos": True}
-    found = []
-
-    def rate() -> float:
-        whole, _ = timed_for(engine, [prompt], params, TIMED_SECONDS)
-        return whole.as_dict()["tokens_per_s"]
-
-    for number in range(1 + pairs):
-        rates = {}
-        for kind in ("free", "leased") if number % 2 else ("leased", "free"):
-            with under("tree-31"), quiet_and_watched({}):
+    found: list[dict[str, float]] = []
+    with under("tree-31"), quiet_and_watched({}):
+        for number in range(1 + pairs):
+            rates = {}
+            for kind in ("free", "leased") if number % 2 else ("leased", "free"):
                 with Leases(engine) if kind == "leased" else contextlib.nullcontext():
-                    rates[kind] = rate()
-        if number:
-            found.append(rates)
+                    rates[kind] = timed(engine, [prompt], params).as_dict()["tokens_per_s"]
+            if number:
+                found.append(rates)
+            if time.time() > until:
+                break
     return found

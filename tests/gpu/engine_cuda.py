@@ -34,11 +34,15 @@ class CudaEngine(EngineHarness):
         self._left: set[str] = set()
         self._over = threading.Event()
         self._over_at = 0.0
+        self.first_at: dict[str, float] = {}
         collector = self.scheduler.output_streamer.send_to_detokenizer
         given = collector.send_output
 
         def send_output(message: Any, request: Any = None) -> None:
             given(message, request)
+            now = time.perf_counter()
+            for rid in getattr(message, "rids", None) or ():
+                self.first_at.setdefault(rid, now)
             if self._left and all(self.outputs[rid].done for rid in self._left):
                 self._over_at = time.perf_counter()
                 self._left = set()
@@ -107,11 +111,16 @@ class StockEngine(CudaEngine):
 
 @dataclass
 class Rate:
-    """One timed batch. Time counts from when all requests have their first token."""
+    """One timed batch. Time counts from when all requests have their first token.
+
+    Attributes:
+        first_s: seconds from when all were handed over to the first token of each.
+    """
 
     tokens: int
     seconds: float
     forwards: int
+    first_s: list[float]
 
     def as_dict(self) -> dict[str, float]:
         return {
@@ -123,6 +132,7 @@ class Rate:
 
 def timed(engine: CudaEngine, prompts: Sequence[Sequence[int]], params: Mapping[str, Any]) -> Rate:
     """Decoding speed of a batch of requests."""
+    handed_over = time.perf_counter()
     rids = [engine.submit(prompt, params) for prompt in prompts]
     watch = [engine.outputs[rid] for rid in rids]
     for _ in range(1000):
@@ -136,31 +146,17 @@ def timed(engine: CudaEngine, prompts: Sequence[Sequence[int]], params: Mapping[
         sum(len(output.ids) for output in watch) - before,
         seconds,
         engine.scheduler.forward_ct - forwards,
+        [engine.first_at.pop(rid) - handed_over for rid in rids],
     )
     engine.step(3)
     return rate
 
 
-def timed_for(
-    engine: CudaEngine,
-    prompts: Sequence[Sequence[int]],
-    params: Mapping[str, Any],
-    seconds: float,
-) -> tuple[Rate, list[float]]:
-    """As `timed`, batch after batch until so many seconds were timed: what disturbs a machine comes
-    in stretches of tenths of a second. Sampled batches get seeds of their own.
-
-    Returns:
-        all of it, and milliseconds per forward of each batch.
-    """
-    whole, each = Rate(0, 0.0, 0), []
-    while whole.seconds < seconds:
-        asked = dict(params)
-        if "sampling_seed" in asked:
-            asked["sampling_seed"] += 1000 * len(each)
-        one = timed(engine, prompts, asked)
-        each.append(one.as_dict()["ms_per_forward"])
-        whole = Rate(
-            whole.tokens + one.tokens, whole.seconds + one.seconds, whole.forwards + one.forwards
-        )
-    return whole, each
+def together(rates: Sequence[Rate]) -> Rate:
+    """Several batches as one."""
+    return Rate(
+        sum(rate.tokens for rate in rates),
+        sum(rate.seconds for rate in rates),
+        sum(rate.forwards for rate in rates),
+        [first for rate in rates for first in rate.first_s],
+    )

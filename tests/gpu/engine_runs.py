@@ -29,6 +29,8 @@ ROWS = 64
 RINGED = ("ours", "stock", "dflash")
 UNTIL = float(os.environ.get("ENGINE_SESSION_UNTIL", time.time() + 600))
 """When everything has to have ended."""
+AFTER_S = 50
+"""Seconds kept for what comes after the speeds."""
 
 
 class Report:
@@ -687,7 +689,10 @@ def main() -> None:
 def say(engine: Any, role: str, report: Report) -> None:
     """Texts, side by side with other roles."""
     report.attempt("greedy", lambda: say_greedy(engine))
-    if role == "dflash":  # it returns no log-probabilities
+    if role == "dflash":  # it returns no log-probabilities; it builds its sampler for a minute and
+        # a half, at its first sampled token
+        sampled = GREEDY | {"temperature": 1.0, "max_new_tokens": 4}
+        report.attempt("sampler", lambda: len(engine.texts(prompts(1), sampled)))
         return
     report.attempt("gaps", lambda: say_gaps(engine))
     report.attempt("logprobs", lambda: say_logprobs(engine))
@@ -715,12 +720,13 @@ def bench(engine: Any, role: str, ringed: list[str], out: Path, report: Report) 
     file = out / f"bench-{role}.jsonl"
     timer = engine_bench.Bench(engine, policies, prompts, under, file)
 
+    samples = role != "dflash" or "sampler" in report.content
+
     def cell(one: engine_bench.Cell) -> None:
-        # SGLang's chain builds a sampler for a minute and a half at its first sampled token.
-        if role != "dflash" or one.temperature == 0:
+        if samples or one.temperature == 0:
             timer.cell(one)
 
-    ring = engine_bench.Ring(role, ringed, out, UNTIL - 100, UNTIL - 45)
+    ring = engine_bench.Ring(role, ringed, out, UNTIL - 100, UNTIL - AFTER_S)
     report.attempt("cells", lambda: ring.run(lambda: alone(out), cell))
     report.put("bench", timer.rows)
 
@@ -728,7 +734,7 @@ def bench(engine: Any, role: str, ringed: list[str], out: Path, report: Report) 
 def wait_for_bench(out: Path, ringed: list[str]) -> None:
     """Until all that are timed in turn are through, or have ended."""
     over = {role: (out / f"{role}.cell", out / f"{role}.done") for role in ringed}
-    while time.time() < UNTIL - 40:
+    while time.time() < UNTIL - AFTER_S + 5:
         if all(
             done.exists() or (cell.exists() and len(cell.read_text()) == 7)
             for cell, done in over.values()
@@ -745,14 +751,16 @@ def after(engine: Any, role: str, out: Path, report: Report) -> None:
     if role == "ours":
         import engine_bench
 
+        with alone(out):
+            leased = lambda: engine_bench.leases(  # noqa: E731
+                engine, prompts(1)[0], under, min(time.time() + 16, UNTIL - 25)
+            )
+            report.attempt("leases", leased)
         chooser = engine.scheduler.draft_worker.chooser
         report.attempt("auto", lambda: chooser.report())
         report.attempt("steps_after", lambda: say_steps(engine))
         report.attempt("greedy_without_graphs", lambda: say_without_graphs(engine))
         report.attempt("kernel_logits", lambda: say_kernel_logits(engine))
-        with alone(out):
-            leased = lambda: engine_bench.leases(engine, prompts(1)[0], under)  # noqa: E731
-            report.attempt("leases", leased)
         said = report.content.get("sampled", {})
         report.attempt("partings", lambda: say_partings(engine, said))
         report.attempt("nodes", lambda: say_node_logits(engine))

@@ -116,7 +116,7 @@ def run(
         else:
             took = world.beside(expected)
             if [d.option for d in decisions[-2:]] == [decision.option] * 2:
-                steering.observe_period(decision.option, 1, took - expected)
+                steering.observe_period(decision.option, 1, bool(kind), expected, took)
         world.microseconds += took
         walk = world.walk(decision.option)
         if walk is not None:

@@ -17,7 +17,7 @@ from overstory.workers.policy.options import CHAIN, PLAIN, Options
 OPTIONS = Options.of(8, 31)
 NUMBERS = tuple(range(len(OPTIONS)))
 BATCHES, CONTEXTS = (1, 4, 16), (256, 2048)
-NO_OVERHEAD = ((0,) * len(OPTIONS),) * len(BATCHES)
+NO_OVERHEAD = ((0,) * len(OPTIONS),) * (2 * len(BATCHES))
 
 
 def tables() -> st.SearchStrategy[CostTable]:
@@ -49,9 +49,9 @@ def all_beliefs(drafter: int = ON) -> st.SearchStrategy[Beliefs]:
         ),
         st.lists(row, min_size=KINDS, max_size=KINDS),
         st.lists(st.integers(0, 1), min_size=KINDS, max_size=KINDS),
-        st.lists(overs, min_size=len(BATCHES), max_size=len(BATCHES)),
+        st.lists(overs, min_size=2 * len(BATCHES), max_size=2 * len(BATCHES)),
         st.lists(st.integers(100, 10**4), min_size=len(OPTIONS), max_size=len(OPTIONS)),
-        st.integers(0, 2),
+        st.integers(0, len(OPTIONS)),
     )
 
 

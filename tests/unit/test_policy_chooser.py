@@ -165,7 +165,7 @@ def test_probes_last_as_long_as_they_should(monkeypatch: pytest.MonkeyPatch) -> 
         walk = world.walk(NUMBERS[-1])
         assert walk is not None
         one._auto.steering.observe(0, walk)
-    monkeypatch.setattr(one._auto.steering, "_probe", lambda *_: 2)
+    monkeypatch.setattr(one._auto.steering, "_probe", lambda *_: 1 + PLAIN)
     names = [str(one.next(batch(req()))[0]) for _ in range(chooser.SYNC_STEPS)]
     assert names[:5] == ["plain"] * 5
     assert "plain" not in names[5:]
@@ -178,7 +178,7 @@ def test_launches_are_timed_where_steps_are_alike(monkeypatch: pytest.MonkeyPatc
     auto = one._auto
     assert auto is not None
     assert auto.steering is not None
-    seen: list[tuple[int, int, int]] = []
+    seen: list[tuple[int, int, bool, int, int]] = []
     monkeypatch.setattr(auto.steering, "observe_period", lambda *args: seen.append(args))
     choices = iter("ccc" + "pp" + "cccc" + "ccc")
     option = {"c": CHAIN, "p": PLAIN}
@@ -193,8 +193,8 @@ def test_launches_are_timed_where_steps_are_alike(monkeypatch: pytest.MonkeyPatc
         one.ended(batch(req()))
     chain, plain = (table_of().cost(o, 1, 0) for o in (CHAIN, PLAIN))
     assert seen == [
-        (CHAIN, 1, 30_000 - chain),
-        (CHAIN, 1, 30_000 - chain),  # of the third, seen as the fourth begins
-        (PLAIN, 1, 30_000 - plain),
-        (CHAIN, 2, 30_000 - table_of().cost(CHAIN, 2, 0)),
+        (CHAIN, 1, False, chain, 30_000),
+        (CHAIN, 1, False, chain, 30_000),  # of the third, seen as the fourth begins
+        (PLAIN, 1, False, plain, 30_000),
+        (CHAIN, 2, False, table_of().cost(CHAIN, 2, 0), 30_000),
     ]

@@ -16,9 +16,7 @@ TRIAL = 2
 """Standing of the drafter: in use, switched off (plain only), or off and being tried again."""
 
 NO_PROBE = 0
-PROBE_DRAFT = 1
-PROBE_PLAIN = 2
-"""What a step tries: nothing, the option that teaches most of drafts, plain decoding."""
+"""`Beliefs.probe` of steps that try nothing; else the number of the option, and one."""
 
 ONE = 1000
 """One token, in the unit of `Beliefs.tokens`."""
@@ -32,10 +30,11 @@ class Beliefs:
         version: counts the moments; 0 is before the first.
         tokens: [kind][option], thousandths of a token that a step is expected to give a request.
         known: [kind], 1 where enough steps were seen; else `tokens` says nothing.
-        overhead_us: [batch of the cost table][option], microseconds of a step that the table does
-            not hold: the engine's own work. Less than none where that work hides some of a step.
+        overhead_us: [place][option], microseconds of a step that the table does not hold: the
+            engine's own work. Less than none where that work hides some of a step. Places are the
+            batches of the cost table where all are greedy, then those where any request samples.
         drafter: `ON`, `OFF` or `TRIAL`.
-        probe: `PROBE_DRAFT` or `PROBE_PLAIN` if the next step is to try that, whatever is best.
+        probe: 1 + the option that the next steps are to try, whatever is best; or `NO_PROBE`.
         factors: by option, thousandths of the table's cost that steps have taken lately.
     """
 
@@ -50,7 +49,7 @@ class Beliefs:
     @classmethod
     def none(cls, options: int, batches: int) -> Beliefs:
         """Before anything was seen."""
-        nothing = ((0,) * options,) * batches
+        nothing = ((0,) * options,) * (2 * batches)
         return cls(0, ((ONE,) * options,) * KINDS, (0,) * KINDS, nothing, (ONE,) * options)
 
     def to_ints(self) -> list[int]:

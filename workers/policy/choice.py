@@ -10,25 +10,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from overstory.workers.policy.beliefs import (
+    NO_PROBE,
     OFF,
     ON,
     ONE,
-    PROBE_DRAFT,
-    PROBE_PLAIN,
     TRIAL,
     Beliefs,
 )
 from overstory.workers.policy.cost_table import CostTable
-from overstory.workers.policy.options import CHAIN, PLAIN
+from overstory.workers.policy.options import PLAIN
 
-MARGIN = 15
+MARGIN = 5
 """Thousandths by which another option must be better before it replaces the present one."""
 
-PLAIN_RUN = 5
-"""Steps of a probe of plain decoding: it is timed, and one step's time may be an accident."""
+PROBE_RUN = 5
+"""Steps of a probe in a row: they are timed, a step by those of its kind before it, and one step's
+time may be an accident."""
 
 PROBE_COST = 4
-"""A probe may cost at most this many plain steps."""
+"""A step of a probe may cost at most this many plain steps."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,16 @@ def rate(table: CostTable, beliefs: Beliefs, shape: Shape, option: int) -> Rate:
 
 def step_us(table: CostTable, beliefs: Beliefs, shape: Shape, option: int) -> int:
     """Microseconds of a step of this batch."""
-    nearest = min(range(len(table.batches)), key=lambda b: abs(table.batches[b] - shape.batch))
     cost = table.cost(option, shape.batch, shape.context, shape.sampled)
-    return max(1, cost * beliefs.factors[option] // ONE + beliefs.overhead_us[nearest][option])
+    place = place_of(table, shape.batch, shape.sampled)
+    return max(1, cost * beliefs.factors[option] // ONE + beliefs.overhead_us[place][option])
+
+
+def place_of(table: CostTable, batch: int, sampled: bool) -> int:
+    """The row of `Beliefs.overhead_us` for a batch of so many requests."""
+    axis = table.batches
+    nearest = min(range(len(axis)), key=lambda b: abs(axis[b] - batch))
+    return nearest + sampled * len(axis)
 
 
 def choose(
@@ -104,20 +111,25 @@ def choose(
     return best if rates[best].above(rates[before], ONE + margin) else before
 
 
+def affordable(
+    table: CostTable, beliefs: Beliefs, shape: Shape, allowed: Sequence[int]
+) -> tuple[int, ...]:
+    """Options that a probe may try: plain, and drafts of at most `PROBE_COST` plain steps; the
+    cheapest draft where none is."""
+    limit = PROBE_COST * step_us(table, beliefs, shape, PLAIN)
+    drafts = [option for option in sorted(allowed) if option != PLAIN]
+    fitting = [o for o in drafts if step_us(table, beliefs, shape, o) <= limit]
+    return (PLAIN, *(fitting or (drafts and [cheapest_draft(table, beliefs, shape, allowed)])))
+
+
 def probe_option(table: CostTable, beliefs: Beliefs, shape: Shape, allowed: Sequence[int]) -> int:
-    """The option that teaches most: the largest tree that costs no more than `PROBE_COST` plain
-    steps, else the cheapest draft; `PLAIN` where nothing may be drafted.
+    """The affordable option that teaches most: the largest tree, else the cheapest draft; `PLAIN`
+    where nothing may be drafted.
 
     A tree shows what each smaller one and (as far as it holds the spine) the chain would have
     given, so one option teaches about all.
     """
-    limit = PROBE_COST * step_us(table, beliefs, shape, PLAIN)
-    drafts = [option for option in sorted(allowed) if option != PLAIN]
-    fitting = [o for o in drafts if step_us(table, beliefs, shape, o) <= limit]
-    trees = [option for option in fitting if option != CHAIN]
-    if trees or fitting:
-        return (trees or fitting)[-1]
-    return cheapest_draft(table, beliefs, shape, allowed)
+    return affordable(table, beliefs, shape, allowed)[-1]
 
 
 def cheapest_draft(table: CostTable, beliefs: Beliefs, shape: Shape, allowed: Sequence[int]) -> int:
@@ -155,9 +167,10 @@ def decide(
         return Decision(cheapest_draft(table, beliefs, shape, allowed), "trial")
     assert beliefs.drafter == ON, beliefs.drafter
     unknown = any(n and not known for n, known in zip(shape.drafting, beliefs.known, strict=True))
-    if unknown or (beliefs.probe == PROBE_DRAFT and since == 0):
-        option = probe_option(table, beliefs, shape, allowed)
-        return Decision(option, "unknown" if unknown else "probe")
-    if beliefs.probe == PROBE_PLAIN and since < PLAIN_RUN:
-        return Decision(PLAIN, "probe")
+    if unknown:
+        return Decision(probe_option(table, beliefs, shape, allowed), "unknown")
+    if beliefs.probe != NO_PROBE and since < PROBE_RUN:
+        tried = beliefs.probe - 1
+        if tried in affordable(table, beliefs, shape, allowed):
+            return Decision(tried, "probe")
     return Decision(choose(table, beliefs, shape, allowed, before), "best")

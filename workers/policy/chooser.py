@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 SYNC_STEPS = 8
 """Decode steps between two broadcasts of beliefs."""
 
-OBSERVED = 8
-"""Most requests of a step whose walks are counted: a large batch teaches enough, and counting them
-all would take the host's time."""
+OBSERVED = 2
+"""Most requests of a step whose walks are counted, others in each step: a large batch teaches
+enough, and counting them all would take the host's time (20 us each)."""
 
 _CONTEXT_GRAIN = 64
 """Contexts are rounded down to a multiple, so that choices can be kept for some steps."""
@@ -89,6 +89,7 @@ class StepOutcome:
     ranks: torch.Tensor
     sizes: torch.Tensor
     rows: torch.Tensor
+    turn: int = 0
 
     def judge(self, running: list[bool]) -> None:
         """Counts what became of the drafts of requests that were ``running``.
@@ -98,7 +99,8 @@ class StepOutcome:
         columns = (self.parents, self.ranks, self.sizes, self.rows)
         counted = [b for b, kind in enumerate(self.kinds) if running[b] and kind is not None]
         if len(counted) > OBSERVED:
-            counted = [counted[i * len(counted) // OBSERVED] for i in range(OBSERVED)]
+            from_here = counted[self.turn % len(counted) :] + counted
+            counted = [from_here[i * len(counted) // OBSERVED] for i in range(OBSERVED)]
         for b in counted:
             parents, ranks, size, path = (column[b].tolist() for column in columns)
             kind = self.kinds[b]
@@ -109,12 +111,18 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class _Launch:
-    """A step whose launch began at ``ns``."""
+    """A step whose launch began at ``ns``; ``cost_us`` by the table."""
 
     ns: int
     option: int
     batch: int
+    sampled: bool
     cost_us: int
+
+    def alike(self, other: _Launch) -> bool:
+        """Whether both are steps of the same kind."""
+        mine, theirs = (self.option, self.batch), (other.option, other.batch)
+        return mine == theirs and self.sampled == other.sampled
 
 
 @dataclass
@@ -144,6 +152,7 @@ class StepChooser:
         self.group = group
         self._host_waits = host_waits
         self._auto: _Auto | None = None
+        self._turn = 0
         self._last: Decision | None = None
         self._chosen: TreePolicy | None = None
         self._begun: tuple[int, int, int] | None = None  # (ns, option, expected us) of this step
@@ -175,7 +184,8 @@ class StepChooser:
             if self._host_waits:
                 self._begun = (time.perf_counter_ns(), decision.option, cost)
             else:
-                self._launched = [*self._launched[-1:], _Launch(now, decision.option, size, cost)]
+                launch = _Launch(now, decision.option, size, shape.sampled, cost)
+                self._launched = [*self._launched[-1:], launch]
         told = f"{self._chosen} {decision.why} table {auto.table.version} {auto.beliefs.version}"
         return self._chosen, told
 
@@ -206,8 +216,10 @@ class StepChooser:
             for r in batch.reqs
         ]
         columns = (tree.parents, tree.ranks, tree.sizes, accepted.rows)
-        host = (column.to("cpu", non_blocking=True) for column in columns)
-        return StepOutcome(steering, kinds, policy.mode == "chain", *host)
+        parents, ranks, sizes, rows = (column.to("cpu", non_blocking=True) for column in columns)
+        self._turn += 1
+        chain = policy.mode == "chain"
+        return StepOutcome(steering, kinds, chain, parents, ranks, sizes, rows, self._turn)
 
     def report(self) -> dict[str, Any] | None:
         """For status, JSON-able; None without a table. `choice`, `why`, `table`, `beliefs`
@@ -269,6 +281,8 @@ class StepChooser:
         if len(self._launched) < 2 or auto is None or auto.steering is None:
             return
         before, last = self._launched
-        if before.option == last.option and before.batch == last.batch == batch:
-            over = (now - last.ns) // 1000 - last.cost_us
-            auto.steering.observe_period(last.option, batch, over)
+        if before.alike(last) and last.batch == batch:
+            took = (now - last.ns) // 1000
+            auto.steering.observe_period(
+                last.option, batch, last.sampled, max(1, last.cost_us), max(1, took)
+            )

@@ -105,11 +105,11 @@ class CostTable:
         Linear between the cells and beyond the last; below the first it is that of the first.
         Integers only, so that all ranks get the same.
         """
-        along = [
-            _line(self.contexts, self.cost_us[option][b], context) for b in range(len(self.batches))
-        ]
+        low = max(0, min(bisect.bisect_left(self.batches, batch), len(self.batches) - 1) - 1)
+        near = slice(low, low + 2)
+        along = [_line(self.contexts, row, context) for row in self.cost_us[option][near]]
         drawing = max(0, _line(self.batches, self.sampled_us[option], batch)) if sampled else 0
-        return max(1, _line(self.batches, along, batch)) + drawing
+        return max(1, _line(self.batches[near], along, batch)) + drawing
 
     @cached_property
     def version(self) -> int:

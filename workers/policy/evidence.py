@@ -19,7 +19,7 @@ from typing import Any
 from overstory.workers.policy.beliefs import ONE
 from overstory.workers.policy.options import CHAIN, FIRST_TREE, Options
 
-MEMORY = 128
+MEMORY = 256
 """Observations that a rate remembers: the weight of one falls to 1/e after that many newer ones."""
 
 FADE_STEPS = 1500

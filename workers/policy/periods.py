@@ -1,75 +1,85 @@
-"""What a step takes beyond its table, where the host runs ahead of the device. Rank 0's own; pure.
+"""What steps take where the host runs ahead of the device. Rank 0's own; pure.
 
 The table holds what a step takes alone. In an engine the scheduler's own work comes on top of it or
 hides it, more of one or the other by batch and option: with one request a step takes about both
 together, with 64 about the longer of them. So the time from launch to launch is taken as it comes.
+
+What disturbs a machine comes in stretches of tenths of a second, in which every step of every
+option takes longer. Times of different stretches say nothing about options, so each is compared to
+the steps around it: the option that runs most moves a level, others are times of that level
+(`StepTimes`). The table alone decides nothing but what is tried first.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
-KEPT = 31
-"""Periods of which the lower quartile counts: whatever else the machine does only adds."""
+from overstory.workers.policy.beliefs import ONE
+from overstory.workers.policy.step_times import StepTimes
 
 WANTED = 3
 """Periods before an option counts as seen."""
 
-STALE_STEPS = 4096
-"""Decode steps after which a period says nothing any more: one that was taken in a bad minute does
-not keep an option out for good."""
-
 
 class Periods:
-    """Times of steps less the table's, by batch and option.
+    """Times of steps less the table's, by place and option.
 
     Args:
-        costs: [batch of the table][option], the table's microseconds at its least context.
+        costs: [place][option], the table's microseconds at its least context. Places are the
+            batches of the table where all requests are greedy, then those where any samples.
+        nodes: drafted nodes by option.
     """
 
-    def __init__(self, costs: Sequence[Sequence[int]]) -> None:
-        self._costs = costs
-        self._step = 0
-        self._seen: list[list[deque[tuple[int, int]]]] = [
-            [deque(maxlen=KEPT) for _ in row] for row in costs
-        ]
+    def __init__(self, costs: Sequence[Sequence[int]], nodes: Sequence[int]) -> None:
+        self._costs = [list(row) for row in costs]
+        self._times = [StepTimes(nodes) for _ in costs]
+        self._known: list[dict[int, int]] = [{} for _ in costs]
+        self._rows: dict[int, tuple[dict[int, int], tuple[int, ...]]] = {}
+        self._changed: set[int] = set()
 
-    def pass_steps(self, steps: int) -> None:
-        """So many decode steps went by."""
-        self._step += steps
-        for row in self._seen:
-            for seen in row:
-                while seen and self._step - seen[0][0] > STALE_STEPS:
-                    seen.popleft()
+    def add(self, place: int, option: int, expected_us: int, took_us: int) -> None:
+        """A step took so long from launch to launch where the table says ``expected_us``."""
+        self._times[place].add(option, expected_us, took_us)
+        self._costs[place][option] = expected_us
+        self._changed.add(place)
 
-    def add(self, batch: int, option: int, over_us: int) -> None:
-        """A step at batch number ``batch`` took ``over_us`` more than the table says; less if
-        negative."""
-        self._seen[batch][option].append((self._step, over_us))
+    def seen(self, place: int, option: int) -> bool:
+        """Whether enough steps of ``option`` were timed there."""
+        return self._times[place].seen(option) >= WANTED
 
     def overheads(self) -> tuple[tuple[int, ...], ...] | None:
-        """[batch][option] microseconds over the table; None before anything was seen.
+        """[place][option] microseconds over the table; None before anything was seen.
 
-        An option that was not seen at its batch gets the least that the seen one nearest in cost
+        An option that was not seen at its place gets the least that the seen one nearest in cost
         leaves possible: the same surplus if it is cheaper, a surplus that its own cost hides if it
-        is dearer. So it is tried if it can be best, and is seen then. A batch without any is as the
+        is dearer. So it is tried if it can be best, and is seen then. A place without any is as the
         nearest one.
         """
-        known = [self._known(b) for b in range(len(self._costs))]
-        if not any(known):
+        for place in self._changed:
+            self._known[place] = self._surpluses(place)
+        self._changed.clear()
+        if not any(self._known):
             return None
-        return tuple(self._row(b, _nearest(known, b)) for b in range(len(self._costs)))
+        return tuple(map(self._kept_row, range(len(self._costs))))
 
-    def _known(self, batch: int) -> dict[int, int]:
+    def _surpluses(self, place: int) -> dict[int, int]:
+        times = self._times[place]
         return {
-            option: sorted(over for _, over in seen)[len(seen) // 4]
-            for option, seen in enumerate(self._seen[batch])
-            if len(seen) >= WANTED
+            option: cost * (times.factor(option) - ONE) // ONE
+            for option, cost in enumerate(self._costs[place])
+            if self.seen(place, option)
         }
 
-    def _row(self, batch: int, known: dict[int, int]) -> tuple[int, ...]:
-        costs, row = self._costs[batch], []
+    def _kept_row(self, place: int) -> tuple[int, ...]:
+        """The row of a place; the one of before where what it follows from is the same."""
+        known = self._known[place] or _nearest(self._known, place)
+        kept = self._rows.get(place)
+        if kept is None or kept[0] is not known:
+            kept = self._rows[place] = (known, self._row(place, known))
+        return kept[1]
+
+    def _row(self, place: int, known: dict[int, int]) -> tuple[int, ...]:
+        costs, row = self._costs[place], []
         for option, cost in enumerate(costs):
             near = min(known, key=lambda o: (o != option, abs(costs[o] - cost), o))
             surplus = known[near]
@@ -79,7 +89,12 @@ class Periods:
         return tuple(row)
 
 
-def _nearest(known: Sequence[dict[int, int]], batch: int) -> dict[int, int]:
-    return known[
-        min((b for b, seen in enumerate(known) if seen), key=lambda b: (abs(b - batch), b))
-    ]
+def _nearest(known: Sequence[dict[int, int]], place: int) -> dict[int, int]:
+    """What is known at the nearest batch, of the same kind if two are as near."""
+    batches = len(known) // 2
+
+    def distance(other: int) -> tuple[int, bool, int]:
+        apart = abs(other % batches - place % batches)
+        return apart, other // batches != place // batches, other
+
+    return known[min((p for p, seen in enumerate(known) if seen), key=distance)]

@@ -17,16 +17,15 @@ from overstory.workers.policy.beliefs import (
     OFF,
     ON,
     ONE,
-    PROBE_DRAFT,
-    PROBE_PLAIN,
     TRIAL,
     Beliefs,
 )
 from overstory.workers.policy.choice import (
-    PLAIN_RUN,
+    PROBE_RUN,
     Shape,
+    affordable,
     choose,
-    probe_option,
+    place_of,
     rate,
 )
 from overstory.workers.policy.cost_table import CostTable
@@ -34,16 +33,9 @@ from overstory.workers.policy.evidence import FADE_STEPS, WANTED, KindEvidence, 
 from overstory.workers.policy.options import PLAIN, Options
 from overstory.workers.policy.periods import Periods
 from overstory.workers.policy.step_times import StepTimes
+from overstory.workers.policy.visits import Visits
 
 logger = logging.getLogger(__name__)
-
-PROBE_LOSS = 3
-"""Thousandths of the tokens that probes of each kind may cost on average."""
-
-PROBE_STEPS = (32, 1024)
-"""Fewest and most steps between two probes of a kind. At most, because a probe's price is a belief
-too: one that is wrong would never be tried again. What it may really cost is bounded: a probe of
-drafts takes the time of a few plain steps, one of plain decoding less than it replaces."""
 
 RETRY_STEPS = (256, 16384)
 """Steps until a drafter that was switched off is tried again: at first, then doubled, at most."""
@@ -74,15 +66,15 @@ class Steering:
         self._kinds = [KindEvidence(options) for _ in range(KINDS)]
         self._overheads: list[deque[int]] = [deque(maxlen=OVERHEADS_KEPT) for _ in table.batches]
         self._times = StepTimes(options.nodes)
-        self._periods = Periods(
-            [
-                [table.cost_us[option][b][0] for option in range(len(options))]
-                for b in range(len(table.batches))
-            ]
-        )
+        costs = [
+            [table.cost(option, batch, 0, sampled) for option in range(len(options))]
+            for sampled in (False, True)
+            for batch in table.batches
+        ]
+        self._periods = Periods(costs, options.nodes)
+        self._visits = Visits(len(costs), len(options))
         self._drafter = ON
         self._first = Share()
-        self._since_probe = {PROBE_DRAFT: 0, PROBE_PLAIN: 0}
         self._off_for = 0
         self._retry = RETRY_STEPS[0]
         self._switched_off = 0
@@ -102,11 +94,14 @@ class Steering:
         with self._lock:
             self._overheads[self._nearest(batch)].append(microseconds)
 
-    def observe_period(self, option: int, batch: int, over_us: int) -> None:
-        """From one launch to the next, among others of the same option and ``batch``, it took
-        ``over_us`` more than the table says."""
+    def observe_period(
+        self, option: int, batch: int, sampled: bool, expected_us: int, took_us: int
+    ) -> None:
+        """From one launch to the next, among others of the same option and ``batch``, it took so
+        long where the table says ``expected_us``."""
         with self._lock:
-            self._periods.add(self._nearest(batch), option, over_us)
+            place = place_of(self._table, batch, sampled)
+            self._periods.add(place, option, expected_us, took_us)
 
     def observe_step(self, option: int, expected_us: int, took_us: int) -> None:
         """A step took so long where the table says `expected_us`."""
@@ -125,7 +120,6 @@ class Steering:
             for kind in self._kinds:
                 kind.fade(math.exp(-steps / FADE_STEPS))
             self._judge_drafter(steps)
-            self._periods.pass_steps(steps)
             self._version += 1
             believed = Beliefs(
                 self._version,
@@ -139,8 +133,9 @@ class Steering:
 
     def report(self) -> dict[str, Any]:
         """For status, JSON-able: `drafter` (on, off, trial), `first_accepted`, `floor`,
-        `switched_off` (how often), `probes`, `factors` by option, `overhead_us` by batch and
-        option, `greedy` and `sampled` as `KindEvidence.report`."""
+        `switched_off` (how often), `probes`, `factors` by option, `overhead_us` by kind
+        (sampled: any of the batch), batch and option, `greedy` and `sampled` as
+        `KindEvidence.report`."""
         with self._lock:
             greedy, sampled = (kind.report() for kind in self._kinds)
             return {
@@ -153,41 +148,29 @@ class Steering:
                     name: factor / ONE
                     for name, factor in zip(self._options.names, self._times.factors(), strict=True)
                 },
-                "overhead_us": {
-                    str(batch): dict(zip(self._options.names, row, strict=True))
-                    for batch, row in zip(self._table.batches, self._overhead_us(), strict=True)
-                },
+                "overhead_us": self._told_overheads(),
                 "greedy": greedy,
                 "sampled": sampled,
             }
 
     def _probe(self, steps: int, beliefs: Beliefs, shape: Shape, allowed: tuple[int, ...]) -> int:
-        """What the next step is to try, if enough steps went by for a probe at its price.
-
-        The price is what the probed option is expected to lose against the best one in its time.
-        """
-        for kind in self._since_probe:
-            self._since_probe[kind] += steps
+        """What the next steps are to try, if something has waited long enough for its price."""
         if self._drafter != ON or not any(shape.drafting):
             return NO_PROBE
+        place = place_of(self._table, shape.batch, shape.sampled)
+        self._visits.pass_steps(place, steps)
         best = choose(self._table, beliefs, shape, allowed, PLAIN, margin=0)
-        draft = probe_option(self._table, beliefs, shape, allowed)
-        for kind, option in ((PROBE_DRAFT, draft), (PROBE_PLAIN, PLAIN)):
-            if option == best or (kind == PROBE_DRAFT and option == PLAIN):
-                self._since_probe[kind] = 0
-            elif self._since_probe[kind] >= self._interval(beliefs, shape, best, option):
-                self._since_probe[kind] = 0
-                self._probes += 1
-                return kind
-        return NO_PROBE
-
-    def _interval(self, beliefs: Beliefs, shape: Shape, best: int, probed: int) -> int:
-        """Steps between two probes of an option at its price."""
-        good, tried = (rate(self._table, beliefs, shape, option) for option in (best, probed))
-        lost = max(0, good.tokens * tried.cost_us - tried.tokens * good.cost_us)
-        times = PLAIN_RUN if probed == PLAIN else 1
-        price = times * lost * ONE // (good.tokens * good.cost_us * PROBE_LOSS)
-        return min(max(price, PROBE_STEPS[0]), PROBE_STEPS[1])
+        good = rate(self._table, beliefs, shape, best)
+        lost = {}
+        for option in affordable(self._table, beliefs, shape, allowed):
+            tried = rate(self._table, beliefs, shape, option)
+            gained = tried.tokens * good.cost_us / (good.tokens * tried.cost_us)
+            lost[option] = PROBE_RUN * max(0.0, 1 - gained) * tried.cost_us / good.cost_us
+        option_due = self._visits.due(place, best, lost)
+        if option_due is None:
+            return NO_PROBE
+        self._probes += 1
+        return 1 + option_due
 
     def _judge_drafter(self, steps: int) -> None:
         enough = self._first.seen >= WANTED
@@ -218,11 +201,20 @@ class Steering:
             )
 
     def _nearest(self, batch: int) -> int:
-        axis = self._table.batches
-        return min(range(len(axis)), key=lambda b: abs(axis[b] - batch))
+        return place_of(self._table, batch, False)
+
+    def _told_overheads(self) -> dict[str, dict[str, dict[str, int]]]:
+        rows, count = self._overhead_us(), len(self._table.batches)
+        return {
+            kind: {
+                str(batch): dict(zip(self._options.names, row, strict=True))
+                for batch, row in zip(self._table.batches, half, strict=True)
+            }
+            for kind, half in (("greedy", rows[:count]), ("sampled", rows[count:]))
+        }
 
     def _overhead_us(self) -> tuple[tuple[int, ...], ...]:
-        """[batch][option]: by the periods of steps, else the median of the pauses between two;
+        """[place][option]: by the periods of steps, else the median of the pauses between two;
         where none was seen, that of the nearest batch seen."""
         periods = self._periods.overheads()
         if periods is not None:
@@ -230,7 +222,7 @@ class Steering:
         seen = {b: int(median(times)) for b, times in enumerate(self._overheads) if times}
         options, batches = len(self._options), range(len(self._overheads))
         if not seen:
-            return ((0,) * options,) * len(batches)
-        return tuple(
+            return ((0,) * options,) * (2 * len(batches))
+        return 2 * tuple(
             (seen[min(seen, key=lambda known: (abs(known - b), known))],) * options for b in batches
         )
