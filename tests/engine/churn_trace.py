@@ -58,9 +58,17 @@ class ChurnTrace:
         policy: how free slots are handed out: `as_freed`, `lazy`, `eager` or `best_fit`.
         top_up: reserve in blocks, as `StepLimits.reserved` does; else what each step lacks.
         buffers: KV tensors to move rows in.
+        device: where slot numbers are kept.
     """
 
-    def __init__(self, seed: int, policy: str, top_up: bool, buffers: list[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        seed: int,
+        policy: str,
+        top_up: bool,
+        buffers: list[torch.Tensor],
+        device: str = "cpu",
+    ) -> None:
         from sglang.srt.disaggregation.utils import DisaggregationMode
         from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -72,11 +80,11 @@ class ChurnTrace:
         self._top_up = top_up
         self._tenants = [self._tokens(TENANT_PREFIX) for _ in range(TENANTS)]
         self.token_to_kv_pool_allocator = TokenToKVPoolAllocator(
-            SLOTS, torch.bfloat16, "cpu", None, need_sort=policy in ("lazy", "eager")
+            SLOTS, torch.bfloat16, device, None, need_sort=policy in ("lazy", "eager")
         )
         self.allocator_s = 0.0
         self._dress(policy)
-        self.req_to_token_pool = ReqToTokenPool(RUNNING + 1, 4096, "cpu", False)
+        self.req_to_token_pool = ReqToTokenPool(RUNNING + 1, 4096, device, False)
         self.tree_cache = RadixCache(
             CacheInitParams(
                 disable=False,

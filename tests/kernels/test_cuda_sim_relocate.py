@@ -1,5 +1,7 @@
 """`kv_relocate.cu` in the simulator against the reference: every overlap of sources and targets."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from overstory.kernels.build import SOURCES
 from overstory.kernels.cuda_library import KernelLibrary, simulator_library
 from overstory.kernels.errors import LaunchError, NoCompilerError
 from overstory.kernels.reference import kv_relocate
+from overstory.workers.defrag.relocate import _copy_rows, _groups
 
 ROW_BYTES = 1152
 
@@ -173,3 +176,33 @@ def test_the_bytes_around_are_left_alone(library: KernelLibrary) -> None:
     assert torch.equal(whole[:4], before[:4])
     assert torch.equal(whole[8:], before[8:])
     assert torch.equal(whole[4:8], before[[7, 4, 5, 6]])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_pass_moves_the_rows_of_all_pools_by_the_kernel(
+    library: KernelLibrary, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Target and drafter with rows of their own sizes, one pool's values a view of its keys; what
+    is free stays. As by the reference."""
+    draw = torch.Generator().manual_seed(seed)
+    size = 80
+    table = torch.cat((torch.zeros(1, dtype=torch.int64), 1 + torch.randperm(size, generator=draw)))
+    free = 1 + torch.randperm(size, generator=draw)[: 10 * seed]
+    allocator = SimpleNamespace(free_pages=free[:5], release_pages=free[5:])
+    scheduler = SimpleNamespace(token_to_kv_pool_allocator=allocator)
+    moved = {}
+    for choice in ("reference", "simulator"):
+        monkeypatch.setenv("OVERSTORY_KERNELS", choice)
+        target, drafter = pools(3, size + 1), pools(2, size + 1, row_bytes=64)
+        buffers = [*target, *drafter, target[1]]
+        groups = _groups(buffers)
+        assert len(groups) == (2 if choice == "simulator" else 5)
+        rows, _ = _copy_rows(scheduler, groups, table)
+        moved[choice] = [rows, *(buffer.clone() for buffer in [*target, *drafter])]
+    counted, *by_reference = moved["reference"]
+    assert counted == moved["simulator"][0]
+    held = torch.ones(size + 1, dtype=torch.bool)
+    held[table[free]] = False
+    for one, other in zip(by_reference, moved["simulator"][1:], strict=True):
+        assert torch.equal(one[held], other[held])
+    assert not torch.equal(by_reference[0], pools(3, size + 1)[0])

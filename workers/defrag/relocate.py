@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 
-from overstory.kernels.reference import kv_relocate
+from overstory.kernels import ops
+from overstory.kernels.ops.choice import library_for
 from overstory.orchestrator.defrag_plan import (
     Plan,
     SlotPicture,
@@ -24,6 +25,9 @@ from overstory.workers.defrag.holders import holders, live_requests, nodes, unsu
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
+
+
+Groups: TypeAlias = "list[ops.LayerTable | list[torch.Tensor]]"
 
 
 class CannotRelocate(ValueError):
@@ -96,13 +100,17 @@ def relocate(scheduler: Scheduler, plan: Plan, look_for_unknown: bool = False) -
     begun = time.perf_counter()
     _check_supported(scheduler)
     try:
+        groups = _groups(pool_buffers(scheduler))
+    except ValueError as other:
+        raise CannotRelocate(f"rows of this pool cannot be moved: {other}") from other
+    try:
         audit(scheduler, look_for_unknown)
     except SlotsAstray as astray:
         raise CannotRelocate(f"the audit before the pass failed: {astray}") from astray
     device = scheduler.req_to_token_pool.req_to_token.device
     with torch.inference_mode():
         table = torch.from_numpy(permutation(plan)).to(device)
-        rows, copy_ms = _copy_rows(scheduler, table)
+        rows, copy_ms = _copy_rows(scheduler, groups, table)
         _rewrite(scheduler, table)
         _sort_free(scheduler)
         audit(scheduler, look_for_unknown=False)
@@ -119,24 +127,31 @@ def pool_buffers(scheduler: Scheduler) -> list[torch.Tensor]:
     return [buffer for pool in pools for buffer in kv_buffers(pool)]
 
 
-def _copy_rows(scheduler: Scheduler, table: torch.Tensor) -> tuple[int, float]:
+def _copy_rows(scheduler: Scheduler, groups: Groups, table: torch.Tensor) -> tuple[int, float]:
     begun = time.perf_counter()
     moves = table != torch.arange(len(table), device=table.device)
     moves[_free(scheduler)] = False
     sources = moves.nonzero().view(-1)
-    for buffers in _by_memory(pool_buffers(scheduler)):
-        kv_relocate(buffers, sources, table[sources])
+    for buffers in groups:
+        ops.kv_relocate(buffers, sources, table[sources])
     if table.is_cuda:
         torch.cuda.current_stream().synchronize()
     return int(sources.numel()), (time.perf_counter() - begun) * 1e3
 
 
-def _by_memory(buffers: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Buffers that share memory together, others apart.
+def _groups(buffers: list[torch.Tensor]) -> Groups:
+    """Buffers whose rows move in one call.
 
-    `kv_relocate` holds a copy of all rows that it moves. For all layers of a large model at once
-    that may be more than a GPU has left beside its pool.
+    For the kernel those alike, each once. For the reference those that share memory: it holds a
+    copy of all rows that it moves, which for all layers of a large model may be more than a GPU has
+    left beside its pool.
     """
+    if library_for("kv_relocate", buffers[0].device) is not None:
+        once = {(buffer.data_ptr(), buffer.shape): buffer for buffer in buffers}
+        alike: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
+        for buffer in once.values():
+            alike.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
+        return [ops.LayerTable(some) for some in alike.values()]
     together: dict[int, list[torch.Tensor]] = {}
     for buffer in buffers:
         together.setdefault(buffer.untyped_storage().data_ptr(), []).append(buffer)
