@@ -190,6 +190,36 @@ def test_a_restart_stops_at_a_replica_that_fails(deployed: Deployed) -> None:
     assert not set(before) & set(deployed.replicas())
 
 
+@pytest.mark.full
+def test_a_loss_during_a_restart_stops_it_and_the_next_one_goes_on(deployed: Deployed) -> None:
+    """The first of two successors dies while the second one starts."""
+    deployed.up("replicas=2", "resources.cpus_per_rank=0.6")
+    before = deployed.replicas()
+    said = deployed.file.with_name("restart")
+    with load(deployed.url, questions(MODEL, 8, 48), clients=3) as seen:
+        command = subprocess.Popen(
+            [deployed.shell.script, *deployed.changed("replicas=2", "tree.budget=7")],
+            stderr=said.open("w"),
+            env=deployed.shell.environment,
+        )
+        wait_until(lambda: "1 of 2 replicas are new" in said.read_text(), UP_S, "the first one")
+        fresh: list[int] = []
+
+        def leased() -> bool:
+            fresh[:] = [pid for name, pid in deployed.replicas().items() if name not in before]
+            return bool(fresh)
+
+        wait_until(leased, UP_S, "its lease")
+        os.kill(fresh[0], signal.SIGKILL)
+        assert command.wait(UP_S) == 1, said.read_text()
+        assert "stopped at a replica that failed (" in said.read_text()
+        assert deployed.replicas(), "the rest serves on"
+        again = run(deployed, *deployed.changed("replicas=2", "tree.budget=7"))
+        assert again.returncode == 0, again.stderr
+        assert len(deployed.replicas()) == 2
+    assert_unharmed(seen)
+
+
 def measure(deployed: Deployed, replicas: int, clients: int) -> dict[str, Any]:
     """Every change under load, with room for one replica more; figures of each."""
     deployed.up(f"replicas={replicas}", "resources.cpus_per_rank=0.45")
