@@ -47,7 +47,9 @@ def _entry(name: str, **more: Any) -> JournalEntry:
 
 
 def _run(harness: EngineHarness, entries: list[JournalEntry], under: str) -> list[Output]:
-    """What is left of each sequence, all in one batch."""
+    """What is left of each sequence, all in one batch, by an engine that has computed nothing of it
+    before: as on another replica, what was decoded is prefilled."""
+    harness.flush_cache()
     rids = []
     with policy(under):
         for number, entry in enumerate(entries):
@@ -59,7 +61,9 @@ def _run(harness: EngineHarness, entries: list[JournalEntry], under: str) -> lis
             )
         harness.run(rids)
     harness.assert_no_leak()
-    return [harness.outputs[rid] for rid in rids]
+    outputs = [harness.outputs[rid] for rid in rids]
+    assert not any(output.cached_tokens for output in outputs)
+    return outputs
 
 
 def _cut(entry: JournalEntry, whole: Output, at: int) -> JournalEntry:
