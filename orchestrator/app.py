@@ -1,13 +1,11 @@
 """The Serve application of a deployment: a gateway before its replicas."""
 
-from typing import Any
-
 from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
-from overstory.orchestrator.gateway import Gateway
+from overstory.orchestrator.gateway import LAST_ANSWERS_S, Gateway
 from overstory.orchestrator.replica import Replica
 from overstory.orchestrator.replica_board import DRAIN_S
 from overstory.orchestrator.replica_setup import bundles
@@ -34,6 +32,7 @@ def build_app(
     nodes_per_replica: int = 1,
     version: str | None = None,
     surge: bool = False,
+    proxied: bool = False,
 ) -> Application:
     """What `serve.run` deploys.
 
@@ -44,9 +43,10 @@ def build_app(
         version: of the replicas; another one than before replaces each of them. Unset: a new one.
         surge: replace a replica only once its successor runs, beside it, instead of ending it
             first.
+        proxied: clients come by Serve's proxies, not to the gateway's own port.
     """
     replicas = replica_deployment(Replica, spec, nodes_per_replica, version, surge)
-    return with_gateway(spec, replicas.bind(spec, nodes_per_replica))
+    return with_gateway(spec, replicas.bind(spec, nodes_per_replica), proxied)
 
 
 def replica_deployment(
@@ -82,33 +82,20 @@ def replica_deployment(
     return deployment.options(version=version, _internal=True)
 
 
-def with_gateway(spec: DeploymentSpec, replicas: Application) -> Application:
-    """A gateway before any replicas that have `generate` and `limits`."""
+def with_gateway(spec: DeploymentSpec, replicas: Application, proxied: bool = False) -> Application:
+    """A gateway before any replicas that have `generate` and `limits`; `proxied` as for
+    `build_app`."""
     gateway = serve.deployment(
         serve.ingress()(Gateway),
         name="Gateway",
         num_replicas=1,
-        # Beside the proxy that feeds it: no other host's loss can end a client's stream. The
-        # resource is Ray's own; the head node alone has 1 of it.
+        # Where clients expect the endpoint. The resource is Ray's own; the head node alone has 1.
         ray_actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},
         max_ongoing_requests=_UNBOUNDED,
         health_check_period_s=5,
-        graceful_shutdown_timeout_s=5,
+        graceful_shutdown_timeout_s=LAST_ANSWERS_S + 4,
         graceful_shutdown_wait_loop_s=0.5,
         logging_config=_QUIET,
     )
     pinned = gateway.options(version=_GATEWAY_VERSION, _internal=True)
-    return pinned.bind(spec, replicas)
-
-
-def http_options(spec: DeploymentSpec) -> dict[str, Any]:
-    """For `serve.start(http_options=...)`. The proxy's time-out is only a net under the gateway's
-    own."""
-    return {
-        "host": spec.gateway.host,
-        "port": spec.gateway.port,
-        "request_timeout_s": spec.gateway.request_timeout_s + 30,
-        "keep_alive_timeout_s": 75,
-        "ssl_certfile": spec.gateway.tls_cert_file,
-        "ssl_keyfile": spec.gateway.tls_key_file,
-    }
+    return pinned.bind(spec, replicas, proxied)

@@ -1,4 +1,4 @@
-"""Fewer, larger chunks of tokens: each message from replica to gateway to proxy costs the same,
+"""Fewer, larger chunks of tokens: each message from replica to gateway to client costs the same,
 however much is in it, and a small model makes a thousand steps a second.
 """
 

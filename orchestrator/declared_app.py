@@ -33,4 +33,5 @@ def build(args: dict[str, Any]) -> "Application":
 
     spec = parse_spec(args["deployment"], "args.deployment")
     serving.start_controller(spec)
-    return build_app(spec, int(args["nodes_per_replica"]))
+    # A Serve config has Serve's proxies, and KubeRay looks for them on every node.
+    return build_app(spec, int(args["nodes_per_replica"]), proxied=True)

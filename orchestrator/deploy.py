@@ -196,14 +196,6 @@ def _check_port(spec: DeploymentSpec) -> None:
     from overstory.orchestrator import serving
 
     host, port = spec.gateway.host, spec.gateway.port
-    if serving.serve_running():
-        if serving.serve_address() != (host, port):
-            there = "{}:{}".format(*serving.serve_address())
-            raise DeployError(
-                f"gateway.port: Serve runs on this Ray already and listens on {there}, not on "
-                f"{host}:{port}; set gateway.host and gateway.port to that"
-            )
-        return
     reason = serving.port_free_on_head(host, port)
     if reason is not None:
         raise DeployError(

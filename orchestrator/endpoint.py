@@ -69,9 +69,10 @@ class EventStream(StreamingResponse):
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events."""
+        """Send the events. Starlette's own would watch for a client that leaves in a task group of
+        its own; `BodyGuard` does."""
         try:
-            await super().__call__(scope, receive, send)
+            await self.stream_response(send)
         finally:
             await self._close()
 
@@ -82,11 +83,12 @@ def build_http_app(
     keys: KeyRing | None = None,
     cors_origins: Sequence[str] = (),
     meters: Meters | None = None,
+    proxied: bool = False,
 ) -> FastAPI:
     """The endpoint as an ASGI application.
 
     Args: keys: who may ask; None for everybody. cors_origins: whose web pages may ask. meters:
-        of `metric_table.GATEWAY`; unset: of this application alone.
+        of `metric_table.GATEWAY`; unset: of this application alone. proxied: behind Serve's proxy.
     """
     meters = meters or Meters(GATEWAY, service.served_name, through_ray=False)
     app = FastAPI(
@@ -104,7 +106,7 @@ def build_http_app(
     if cors_origins:
         app.add_middleware(allow_origins, origins=cors_origins)
     app.add_middleware(AnswerCount, meters=meters)
-    app.add_middleware(RequestIds)
+    app.add_middleware(RequestIds, proxied=proxied)
     return app
 
 

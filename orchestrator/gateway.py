@@ -8,14 +8,16 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
+import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve._private.common import ReplicaState
 from ray.serve.exceptions import RayServeException
-from ray.serve.handle import DeploymentHandle
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from overstory.orchestrator.admission import Admission
 from overstory.orchestrator.affinity import affinity_of
@@ -26,6 +28,7 @@ from overstory.orchestrator.controller_actor import hopeless
 from overstory.orchestrator.endpoint import build_http_app
 from overstory.orchestrator.engine_errors import EngineBusy, EngineDead, RequestRefused
 from overstory.orchestrator.fleet import GivenUp
+from overstory.orchestrator.http_server import HttpServer
 from overstory.orchestrator.journal import GenerateCall
 from overstory.orchestrator.meters import Meters
 from overstory.orchestrator.metric_table import GATEWAY
@@ -33,17 +36,22 @@ from overstory.orchestrator.model_facts import read_target
 from overstory.orchestrator.prefix_watch import PrefixWatch
 from overstory.orchestrator.rank_directory import RankDirectory
 from overstory.orchestrator.readiness import Readiness
-from overstory.orchestrator.replica_board import ReplicaBoard, board_of, until
+from overstory.orchestrator.replica_board import ReplicaBoard, board_of
 from overstory.orchestrator.request_metrics import keep_gauges
 from overstory.orchestrator.resume import MOVES, ResumeLimits
 from overstory.orchestrator.service import EndpointService, ServiceLimits
 from overstory.orchestrator.spec import DeploymentSpec
+from overstory.orchestrator.token_line import LineLost
+from overstory.orchestrator.token_sink import FLUSH_S, Inbox, TokenSink
 from overstory.orchestrator.tokenizer import load_tokenizer
 from overstory.workers.log_context import label_process
 from overstory.workers.tiny.paths import resolve_model
 
 logger = logging.getLogger(__name__)
 
+
+LAST_ANSWERS_S = 4.0
+"""How long requests may go on in a gateway that is to go."""
 
 _HOPE_S = 5.0  # between two looks whether a replica can still come
 
@@ -57,35 +65,51 @@ class ReplicaBackend:
     """Tokens from whichever replica Serve picks."""
 
     def __init__(
-        self, replicas: DeploymentHandle, board: ReplicaBoard, hands_over_kv: bool = False
+        self,
+        replicas: DeploymentHandle,
+        board: ReplicaBoard,
+        sink: TokenSink,
+        hands_over_kv: bool = False,
     ) -> None:
         self._hands_over_kv = hands_over_kv
         self._stream = replicas.options(stream=True)
         self._call = replicas
         self._board = board
+        self._sink = sink
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[TokenChunk, None]:
         """See `Backend.generate`. Closing cancels the replica's call, which aborts in its
         engine."""
-        with self._board.following(call.rid) as placed:
-            response = self._stream.generate.remote(call)
+        with self._board.following(call.rid) as placed, self._sink.expecting(call.rid) as inbox:
+            placed.on_leave = lambda: inbox.end(_Leaves())
+            response = self._stream.generate.remote(replace(call, sink=self._sink.address))
+            answering = asyncio.create_task(_answer(response, inbox))
+            finished = False
             try:
-                async with contextlib.aclosing(until(response, placed.leave)) as chunks:
+                async with contextlib.aclosing(inbox.chunks()) as chunks:
                     async for chunk in chunks:
+                        finished = chunk.finish is not None
                         yield chunk
-                if placed.leave.is_set():
-                    giver = (placed.replica or "") if self._hands_over_kv else ""
-                    raise ReplicaLeaving(f"replica {placed.replica} is to go", giver)
+            except _Leaves:
+                giver = (placed.replica or "") if self._hands_over_kv else ""
+                raise ReplicaLeaving(f"replica {placed.replica} is to go", giver) from None
             except RequestRefused as error:
                 raise EngineRefused(_cause(error), 400) from error
             except EngineBusy as error:
                 raise EngineRefused(_cause(error), 503) from error
-            except (EngineDead, RayError, RayServeException) as error:
+            except (EngineDead, LineLost, RayError, RayServeException) as error:
                 dead = isinstance(error, EngineDead)
-                self._board.shun(placed.replica, _SHUN_DEAD_S if dead else _SHUN_ODD_S)
+                if not isinstance(error, LineLost):  # That ails neither of the two.
+                    self._board.shun(placed.replica, _SHUN_DEAD_S if dead else _SHUN_ODD_S)
                 raise ReplicaLost(_cause(error)) from error
             finally:
-                response.cancel()
+                if finished:  # The answer ends by itself a moment later.
+                    self._ending.add(answering)
+                    answering.add_done_callback(self._ending.discard)
+                else:
+                    answering.cancel()
+                    response.cancel()
 
     async def replicas(self) -> int:
         """Replicas that serve now, at least 1."""
@@ -96,14 +120,38 @@ class ReplicaBackend:
         return await self._call.limits.remote()
 
 
-class Gateway:
-    """One gateway process; a plain class that `app` makes a Serve ingress."""
+class _Leaves(Exception):
+    """The replica of a call is to go."""
 
-    def __init__(self, spec: DeploymentSpec, replicas: DeploymentHandle) -> None:
+
+async def _answer(response: DeploymentResponseGenerator[TokenChunk], inbox: Inbox) -> None:
+    """Puts what Serve brings of a call, its end and its errors included, into the inbox."""
+    try:
+        async for chunk in response:
+            inbox.put(chunk)
+        async with asyncio.timeout(FLUSH_S):
+            await inbox.finished.wait()
+    except TimeoutError:
+        inbox.end(ReplicaLost("the replica's answer ended before the sequence did"))
+    except Exception as error:
+        inbox.end(error)
+
+
+class Gateway:
+    """One gateway process; a plain class that `app` makes a Serve ingress. Unless it is `proxied`,
+    clients reach it at its own port, past Serve's proxies."""
+
+    def __init__(
+        self, spec: DeploymentSpec, replicas: DeploymentHandle, proxied: bool = False
+    ) -> None:
         label_process(f"gateway of {spec.name}")
+        self._server = None if proxied else HttpServer(spec.gateway)
         gateway, model_dir = spec.gateway, resolve_model(spec.model)
         self._deployment = replicas.app_name
-        self._backend = ReplicaBackend(replicas, board_of(replicas.app_name), spec.hands_over_kv)
+        self._sink = TokenSink()
+        self._backend = ReplicaBackend(
+            replicas, board_of(replicas.app_name), self._sink, spec.hands_over_kv
+        )
         context = spec.engine.get("context_length") or read_target(model_dir).max_positions
         tokenizer = load_tokenizer(model_dir, bool(spec.engine.get("trust_remote_code")))
         self._service = EndpointService(
@@ -141,6 +189,7 @@ class Gateway:
             self._keys,
             self._settings.cors_origins,
             self._meters,
+            proxied=self._server is None,
         )
         app.router.lifespan_context = self._lifespan
         return app
@@ -161,7 +210,8 @@ class Gateway:
         }
 
     @contextlib.asynccontextmanager
-    async def _lifespan(self, _: FastAPI) -> AsyncGenerator[None, None]:
+    async def _lifespan(self, app: FastAPI) -> AsyncGenerator[None, None]:
+        await self._sink.open(ray.util.get_node_ip_address(), self._settings.token_port)
         loop = asyncio.get_running_loop()
         prefixes = PrefixWatch(
             RankDirectory(self._deployment), lambda: affinity_of(self._deployment)
@@ -171,11 +221,16 @@ class Gateway:
             loop.create_task(keep_gauges(self._meters, self._service)),
             loop.create_task(prefixes.run()),
         ]
+        if self._server is not None:
+            self._server.start(app)
         try:
             yield
         finally:
+            if self._server is not None:
+                await self._server.stop(LAST_ANSWERS_S)
             for task in tasks:
                 task.cancel()
+            self._sink.close()
 
     async def _prove(self) -> None:
         """Learn the engine's limits, then generate as a request would."""

@@ -1,9 +1,10 @@
 """ASGI layers around the routes. Plain ASGI: a client's disconnect must reach the route as a
 cancellation."""
 
+import asyncio
 import json
+import re
 import uuid
-from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -14,38 +15,42 @@ from overstory.workers.log_context import name_request
 
 REQUEST_ID = "x-request-id"
 _LOGGED_CHARS = 64  # of a client's own id
+_FIT_FOR_A_HEADER = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 class RequestIds:
-    """Gives each answer an `x-request-id`: the client's own, or a new one.
+    """Gives each answer an `x-request-id`: the client's own, or a new one where the client has none
+    that fits into a header.
 
-    Behind Serve's proxy a request always carries one, and the proxy puts it on the answer.
+    `proxied`: behind Serve's proxy, which gives each request one and puts it on the answer itself.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, proxied: bool = False) -> None:
         self._app = app
+        self._proxied = proxied
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        own, fresh = Headers(scope=scope).get(REQUEST_ID), uuid.uuid4().hex
-        name_request(f"request {(own or fresh)[:_LOGGED_CHARS]}")
-        if own is not None:
+        own = Headers(scope=scope).get(REQUEST_ID, "")
+        used = own if _FIT_FOR_A_HEADER.fullmatch(own) else uuid.uuid4().hex
+        name_request(f"request {used[:_LOGGED_CHARS]}")
+        if self._proxied and own:
             await self._app(scope, receive, send)
             return
 
         async def tagged(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID] = fresh
+                MutableHeaders(scope=message)[REQUEST_ID] = used
             await send(message)
 
         await self._app(scope, receive, tagged)
 
 
 class BodyGuard:
-    """Reads bodies whole before the routes see them.
+    """Reads bodies whole before the routes see them, and cancels a route whose client leaves.
 
     Answers 413 to one of more than `max_bytes`, by its declared length or while it comes in, and
     400 to JSON with half a surrogate pair in it: Python reads it, but no UTF-8 can carry it, and
@@ -68,7 +73,7 @@ class BodyGuard:
         if _has_half_a_pair(body):
             await send_error(send, openai_errors.invalid("The body holds half a surrogate pair"))
             return
-        await self._app(scope, _replay(body, receive), send)
+        await _while_connected(self._app, scope, body, receive, send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
         """The whole body, or None when it is too large or the client has left."""
@@ -101,14 +106,41 @@ def _has_half_a_pair(body: bytes) -> bool:
     return False
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives `body` once, then what comes after it (a disconnect)."""
-    pending: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
+async def _while_connected(
+    app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send
+) -> None:
+    """Runs `app` with a body that has been read; cancels it when the client leaves before it has
+    the whole answer. Returns then, since there is nobody left to tell."""
+    task = asyncio.current_task()
+    assert task is not None, "ASGI applications run in tasks"
+    answered = gone = False
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def watch() -> Message:
+        nonlocal gone
+        message = await receive()  # the body is through: only a disconnect can come
+        if not answered:
+            gone = True
+            task.cancel()
+        return message
 
     async def replayed() -> Message:
-        return pending.pop() if pending else await receive()
+        return pending.pop() if pending else await asyncio.shield(watching)
 
-    return replayed
+    async def answering(message: Message) -> None:
+        nonlocal answered
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            answered = True  # Before it is sent: servers then report a disconnect.
+        await send(message)
+
+    watching = asyncio.create_task(watch())
+    try:
+        await app(scope, replayed, answering)
+    except asyncio.CancelledError:
+        if not gone or task.uncancel():  # Somebody else's cancellation, or theirs as well.
+            raise
+    finally:
+        watching.cancel()
 
 
 async def send_error(send: Send, error: ApiError) -> None:

@@ -18,6 +18,15 @@ Outcome = Literal["stop", "length", "aborted", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
+class SinkAddress:
+    """Where a gateway takes tokens (`token_sink`); lines there begin with `secret`."""
+
+    host: str
+    port: int
+    secret: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateCall:
     """One call of a replica: go on after `input_ids`.
 
@@ -31,6 +40,7 @@ class GenerateCall:
             log-probabilities at all.
         session: the client's name of its conversation, for routing alone; empty for none.
         kv_at: replica that has KV of it, and its `rid` there; None where there is none.
+        sink: where to send the tokens; None for the call's own answer.
     """
 
     rid: str
@@ -40,6 +50,7 @@ class GenerateCall:
     logprobs: int | None = None
     session: str = ""
     kv_at: tuple[str, str] | None = None
+    sink: SinkAddress | None = None
 
 
 @dataclass(slots=True)

@@ -32,11 +32,12 @@ RAY_PORTS = (
 
 def planned_ports(spec: DeploymentSpec, nodes_per_replica: int) -> tuple[PortUse, ...]:
     """Every port of the deployment and of the Ray below it."""
-    gateway = PortUse(spec.gateway.port, "every node", "the OpenAI endpoint", "clients")
+    gateway = PortUse(spec.gateway.port, "head node", "the OpenAI endpoint", "clients")
+    tokens = PortUse(spec.gateway.token_port, "head node", "tokens for the gateway", "replicas")
     drawn = [PortUse(0, "node of rank 0", "where the ranks of a replica meet", "its ranks")]
     if nodes_per_replica > 1:
         drawn.append(PortUse(0, "nodes of a replica", "NCCL or gloo between nodes", "its ranks"))
-    return (gateway, *RAY_PORTS, *drawn)
+    return (gateway, tokens, *RAY_PORTS, *drawn)
 
 
 def port_warnings(spec: DeploymentSpec) -> list[str]:

@@ -39,6 +39,7 @@ from overstory.orchestrator.replica_setup import (
 )
 from overstory.orchestrator.sampling import Sampling
 from overstory.orchestrator.spec import DeploymentSpec
+from overstory.orchestrator.token_line import TokenLines
 from overstory.orchestrator.weight_donor import find_donor
 from overstory.workers.log_context import label_process, name_request
 from overstory.workers.sglang_metrics import pass_on
@@ -78,6 +79,7 @@ class Replica:
         # Silence is not judged here: the rank group ends ranks that do not answer.
         limits = dataclasses.replace(limits, silence_s=math.inf)
         self._health = ReplicaHealth(limits, time.monotonic, name)
+        self._lines = TokenLines()
         self._word: dict[str, Any] = {"forwards": 0, "work": 0, "prefilling": False}
         self._ending = threading.Event()
         self._engine.on_death = self._end
@@ -93,11 +95,21 @@ class Replica:
         _register(spec, name)
 
     async def generate(self, request: GenerateCall) -> AsyncGenerator[TokenChunk, None]:
-        """Tokens as the engine commits them; a cancelled call aborts in the engine.
+        """Tokens as the engine commits them, along the gateway's line where the call names one and
+        it can be reached, else as the call's answer. A cancelled call aborts in the engine.
 
         Raises:
             RequestRefused, EngineBusy, EngineDead: see `engine_errors`.
+            LineLost: see `TokenLines`.
         """
+        async with (
+            aclosing(self._generated(request)) as chunks,
+            aclosing(self._lines.deliver(chunks, request)) as rest,
+        ):
+            async for chunk in rest:
+                yield chunk
+
+    async def _generated(self, request: GenerateCall) -> AsyncGenerator[TokenChunk, None]:
         name_request(f"request {request.rid}")
         refuse_beyond(self._limits, request)
         await self._handoff.bring(request)

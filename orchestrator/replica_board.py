@@ -11,29 +11,31 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
-
-T = TypeVar("T")
 
 DRAIN_S = 20.0
 """Longest that a call stays on a replica that is to go. Serve kills it 10 s later."""
 
 
 class PlacedCall:
-    """One call of a replica. `replica` is known once it is routed; `leave` is set, on the loop of
-    the call, when it has to go elsewhere."""
+    """One call of a replica. `replica` is known once it is routed; when it has to go elsewhere,
+    `leave` is set and `on_leave` called, on the loop of the call, maybe more than once."""
 
     def __init__(self) -> None:
         self.replica: str | None = None
         self.leave = asyncio.Event()
+        self.on_leave: Callable[[], None] = self.leave.set
         self._loop = asyncio.get_running_loop()
         self.absent_since_s: float | None = None
 
     def tell(self) -> None:
         """From any thread."""
-        self._loop.call_soon_threadsafe(self.leave.set)
+        self._loop.call_soon_threadsafe(self._left)
+
+    def _left(self) -> None:
+        self.leave.set()
+        self.on_leave()
 
     def later(self, delay_s: float, act: Callable[[], None]) -> None:
         """From any thread: `act` on the call's loop after `delay_s`."""
@@ -124,28 +126,3 @@ _BOARDS: dict[str, ReplicaBoard] = {}
 def board_of(app: str) -> ReplicaBoard:
     """This process's board of an application's replicas."""
     return _BOARDS.setdefault(app, ReplicaBoard())
-
-
-async def until(items: AsyncIterator[T], stop: asyncio.Event) -> AsyncGenerator[T, None]:
-    """The items up to the one after which `stop` is set, or up to their end."""
-    stopped = asyncio.ensure_future(stop.wait())
-    item: asyncio.Future[T] | None = None
-    try:
-        while not stop.is_set():
-            item = asyncio.ensure_future(_next(items))
-            await asyncio.wait((item, stopped), return_when=asyncio.FIRST_COMPLETED)
-            if not item.done():
-                return
-            try:
-                yield item.result()
-            except StopAsyncIteration:
-                return
-    finally:
-        stopped.cancel()
-        if item is not None and not item.done():
-            item.cancel()
-            await asyncio.wait((item,))
-
-
-async def _next(items: AsyncIterator[T]) -> T:
-    return await anext(items)

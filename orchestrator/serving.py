@@ -15,7 +15,7 @@ from ray.serve import Application
 from ray.serve._private.common import DeploymentID
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from overstory.orchestrator.app import build_app, http_options
+from overstory.orchestrator.app import build_app
 from overstory.orchestrator.controller_actor import end_controller, ensure_controller
 from overstory.orchestrator.errors import UserFault
 from overstory.orchestrator.front_files import sweep_dead
@@ -65,12 +65,6 @@ def serve_running() -> bool:
     except ValueError:
         return False
     return True
-
-
-def serve_address() -> tuple[str, int]:
-    """Host and port that the running Serve listens on."""
-    config = serve.context._get_global_client().http_config
-    return config.host, config.port
 
 
 def app_names() -> list[str]:
@@ -128,7 +122,7 @@ def provide_dashboards() -> list[str]:
 
 def start_app(spec: DeploymentSpec, nodes_per_replica: int) -> None:
     """Hands the application to Serve and returns; Serve brings it up meanwhile."""
-    serve.start(proxy_location="HeadOnly", http_options=http_options(spec))
+    serve.start(proxy_location="Disabled")  # the gateway listens itself
     _hand_over(spec, build_app(spec, nodes_per_replica))
 
 
@@ -143,7 +137,7 @@ def _hand_over(spec: DeploymentSpec, app: Application) -> None:
             serve.RunTarget(
                 app,
                 name=spec.name,
-                route_prefix="/",
+                route_prefix=None,  # nothing for proxies of a Serve that others have started
                 external_scaler_enabled=True,  # for `set_replicas`
             )
         ],

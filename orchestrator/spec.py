@@ -107,6 +107,10 @@ class GatewaySpec(_Section):
     port: int = Field(default=8000, ge=1, le=65535)
     """TCP port of the endpoint."""
 
+    token_port: int = Field(default=0, ge=0, le=65535)
+    """TCP port on the head node at which replicas deliver tokens to the gateway; 0: any that is
+    free. Set one where a firewall between the nodes has to let it through."""
+
     max_concurrent_requests: int = Field(default=64, ge=1)
     """Sequences in the engine at a time, per replica; the rest wait. A request counts with all its
     sequences (prompts times `n`, so 1 for most) and starts when there is room for all; one with

@@ -16,7 +16,7 @@ import scripted_replica
 from leftovers import wait_until
 from ray import serve
 
-from overstory.orchestrator.app import build_app, http_options, replica_deployment, with_gateway
+from overstory.orchestrator.app import build_app, replica_deployment, with_gateway
 from overstory.orchestrator.local_ray import free_port
 from overstory.orchestrator.spec import DeploymentSpec
 
@@ -58,25 +58,19 @@ def ready(url: str) -> bool:
 
 
 @pytest.fixture(scope="session")
-def serve_port(ray_here: str) -> Iterator[int]:
-    """Port of Serve on the tests' Ray."""
+def serve_here(ray_here: str) -> Iterator[None]:
+    """Serve on the tests' Ray."""
     ray.cloudpickle.register_pickle_by_value(scripted_replica)
-    port = free_port()
-    spec = DeploymentSpec(model="any", tree={"budget": 0}, gateway={"port": port})
-    serve.start(proxy_location="HeadOnly", http_options=http_options(spec))
-    yield port
+    serve.start(proxy_location="Disabled")
+    yield
     serve.shutdown()
 
 
-def _serve(app: Any, spec: DeploymentSpec, port: int, start_s: float) -> Endpoint:
+def _serve(app: Any, spec: DeploymentSpec, start_s: float) -> Endpoint:
     serve.run_many(
-        [
-            serve.RunTarget(
-                app, name=spec.name, route_prefix=f"/{spec.name}", external_scaler_enabled=True
-            )
-        ]
+        [serve.RunTarget(app, name=spec.name, route_prefix=None, external_scaler_enabled=True)]
     )
-    url = f"http://127.0.0.1:{port}/{spec.name}"
+    url = spec.gateway.url
     wait_until(lambda: ready(url), start_s, "the endpoint is ready")
     replica, gateway = (
         serve.get_deployment_handle(name, spec.name) for name in ("Replica", "Gateway")
@@ -85,7 +79,7 @@ def _serve(app: Any, spec: DeploymentSpec, port: int, start_s: float) -> Endpoin
 
 
 @pytest.fixture(scope="session")
-def scripted(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+def scripted(serve_here: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     """The endpoint before a `ScriptedReplica`: up in seconds, no engine."""
     model = tmp_path_factory.mktemp("byte-model")
     scripted_replica.write_byte_model(model)
@@ -96,7 +90,7 @@ def scripted(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Itera
         tree={"budget": 0},
         engine={"context_length": scripted_replica.CONTEXT_TOKENS},
         gateway={
-            "port": serve_port,
+            "port": free_port(),
             "max_concurrent_requests": 8,
             "max_queued_requests": 64,
             "request_timeout_s": 30,
@@ -106,7 +100,7 @@ def scripted(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Itera
     replicas = replica_deployment(scripted_replica.ScriptedReplica, spec).options(
         placement_group_bundles=[{"CPU": 0.01}]
     )
-    yield _serve(with_gateway(spec, replicas.bind(spec)), spec, serve_port, 60)
+    yield _serve(with_gateway(spec, replicas.bind(spec)), spec, 60)
     serve.delete(spec.name)
 
 
@@ -119,7 +113,7 @@ def pair_paths() -> tuple[str, str]:
 
 
 @pytest.fixture(scope="session")
-def real(serve_port: int) -> Iterator[Endpoint]:
+def real(serve_here: None) -> Iterator[Endpoint]:
     """The endpoint before the real engine: one rank, trees of 15 nodes."""
     target, drafter = pair_paths()
     spec = DeploymentSpec(
@@ -130,11 +124,11 @@ def real(serve_port: int) -> Iterator[Endpoint]:
         tree={"budget": 15},
         engine={"tp_size": 1, "context_length": 1024},
         gateway={
-            "port": serve_port,
+            "port": free_port(),
             "max_concurrent_requests": 4,
             "request_timeout_s": 60,
             "tool_call_parser": "kimi_k2",
         },
     )
-    yield _serve(build_app(spec), spec, serve_port, REAL_START_S)
+    yield _serve(build_app(spec), spec, REAL_START_S)
     serve.delete(spec.name)

@@ -9,6 +9,7 @@ import json
 import os
 import threading
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from overstory.orchestrator.backend import TokenChunk, TokenLogprobs
 from overstory.orchestrator.engine_errors import EngineDead, RankDeath, RequestRefused
 from overstory.orchestrator.journal import GenerateCall
 from overstory.orchestrator.spec import DeploymentSpec
+from overstory.orchestrator.token_line import TokenLines
 from overstory.orchestrator.tokenizer import load_tokenizer
 
 TEXT = "héllo wörld 😀 — 数字 one two three four five six seven eight nine ten\n" * 4
@@ -59,10 +61,19 @@ class ScriptedReplica:
     def __init__(self, spec: DeploymentSpec) -> None:
         self._tokenizer = load_tokenizer(spec.model)
         self._running: set[str] = set()
+        self._lines = TokenLines()
         self._aborted = 0
         self._most = 0
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[TokenChunk, None]:
+        async with (
+            aclosing(self._generated(call)) as chunks,
+            aclosing(self._lines.deliver(chunks, call)) as rest,
+        ):
+            async for chunk in rest:
+                yield chunk
+
+    async def _generated(self, call: GenerateCall) -> AsyncGenerator[TokenChunk, None]:
         earlier = call.sampling.earlier_output
         prompt = self._tokenizer.decode(call.input_ids[: len(call.input_ids) - earlier])
         self._running.add(call.rid)

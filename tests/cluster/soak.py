@@ -37,7 +37,7 @@ from fixtures_endpoint import _serve, pair_paths
 from leftovers import actors_of, placement_groups, processes_naming, wait_until
 from ray import serve
 
-from overstory.orchestrator.app import build_app, http_options
+from overstory.orchestrator.app import build_app
 from overstory.orchestrator.cluster import connect
 from overstory.orchestrator.controller_actor import ensure_controller, find_controller
 from overstory.orchestrator.host_facts import host_facts
@@ -408,9 +408,9 @@ def deployed(replicas: int) -> Iterator[Deployment]:
     try:
         connect(record.address, record)
         spec = spec_of(free_port(), replicas)
-        serve.start(proxy_location="HeadOnly", http_options=http_options(spec))
+        serve.start(proxy_location="Disabled")
         ensure_controller(spec.name, spec.control.lease_steps)
-        yield Deployment(_serve(build_app(spec), spec, spec.gateway.port, START_S))
+        yield Deployment(_serve(build_app(spec), spec, START_S))
         remove_app(spec.name)
         wait_until(lambda: not actors_of(spec.name), 60, "actors to go")
         wait_until(lambda: not placement_groups(), 60, "placement groups to go")

@@ -1,4 +1,4 @@
-"""The endpoint through Serve: proxy, gateway and replica processes, the engine scripted."""
+"""The endpoint on Serve: gateway and replica processes, the engine scripted."""
 
 import asyncio
 import itertools
@@ -223,7 +223,7 @@ def test_a_huge_prompt_is_refused_quickly(
     assert time.monotonic() - begun < 20
 
 
-def test_bad_bodies_through_the_proxy(scripted: Endpoint) -> None:
+def test_bad_bodies(scripted: Endpoint) -> None:
     kind = {"content-type": "application/json"}
     for content, param in (
         (b"{bad", None),

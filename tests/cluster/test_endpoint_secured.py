@@ -20,7 +20,7 @@ from ray import serve
 from scripted_replica import ScriptedReplica
 
 from overstory.orchestrator.api_keys import draw_key
-from overstory.orchestrator.app import http_options, replica_deployment, with_gateway
+from overstory.orchestrator.app import replica_deployment, with_gateway
 from overstory.orchestrator.backend import TokenChunk
 from overstory.orchestrator.local_ray import free_port
 from overstory.orchestrator.spec import DeploymentSpec
@@ -56,7 +56,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def secured(
-    ray_here: str, certificate: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+    serve_here: None, certificate: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[DeploymentSpec]:
     """Served and ready."""
     import test_endpoint_secured as this_module
@@ -82,16 +82,15 @@ def secured(
             "max_prompt_tokens": 2000,
         },
     )
-    serve.start(proxy_location="HeadOnly", http_options=http_options(spec))
     replicas = replica_deployment(WhichReplica, spec).options(
         placement_group_bundles=[{"CPU": 0.01}]
     )
     app = with_gateway(spec, replicas.bind(spec))
-    serve.run_many([serve.RunTarget(app, name=spec.name, route_prefix="/")])
+    serve.run_many([serve.RunTarget(app, name=spec.name, route_prefix=None)])
     with _client(spec) as client:
         wait_until(lambda: client.get("/ready").is_success, 180, "the endpoint is ready")
     yield spec
-    serve.shutdown()
+    serve.delete(spec.name)
 
 
 def _context(spec: DeploymentSpec) -> ssl.SSLContext:
@@ -106,7 +105,7 @@ def _client(spec: DeploymentSpec, key: str = "") -> httpx.Client:
     )
 
 
-def test_https_and_keys_through_serve(secured: DeploymentSpec) -> None:
+def test_https_and_keys(secured: DeploymentSpec) -> None:
     with pytest.raises(httpx.TransportError):
         httpx.get(secured.gateway.url.replace("https", "http") + "/health", timeout=10)
     with pytest.raises(httpx.ConnectError, match=r"(?i)certificate"):

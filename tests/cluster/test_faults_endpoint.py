@@ -27,6 +27,7 @@ from overstory.orchestrator.controller_actor import (
     ensure_controller,
     find_controller,
 )
+from overstory.orchestrator.local_ray import free_port
 from overstory.orchestrator.rank_group import NAMESPACE
 from overstory.orchestrator.serving import remove_app, replica_states, set_replicas
 from overstory.orchestrator.spec import DeploymentSpec
@@ -50,7 +51,7 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def broken(serve_port: int, drafter: Path) -> Iterator[Deployment]:
+def broken(serve_here: None, drafter: Path) -> Iterator[Deployment]:
     """The deployment under test; nothing of it is left at the end."""
     spec = DeploymentSpec(
         name="faults",
@@ -61,11 +62,11 @@ def broken(serve_port: int, drafter: Path) -> Iterator[Deployment]:
         tree={"budget": 15},
         engine={"tp_size": 1, "context_length": 1024},
         resources={"cpus_per_rank": 0.5},
-        gateway={"port": serve_port, "max_concurrent_requests": 8, "request_timeout_s": 300},
+        gateway={"port": free_port(), "max_concurrent_requests": 8, "request_timeout_s": 300},
         control={"unresponsive_s": UNRESPONSIVE_S, "proven_s": 0},
     )
     ensure_controller(spec.name, spec.control.lease_steps)
-    deployment = Deployment(_serve(build_app(spec), spec, serve_port, REAL_START_S))
+    deployment = Deployment(_serve(build_app(spec), spec, REAL_START_S))
     deployment.await_whole(REPLICAS)
     yield deployment
     deployment.client.close()

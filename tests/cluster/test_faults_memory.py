@@ -10,6 +10,7 @@ from leftovers import placement_groups, wait_until
 
 from overstory.orchestrator.app import build_app
 from overstory.orchestrator.controller_actor import ensure_controller
+from overstory.orchestrator.local_ray import free_port
 from overstory.orchestrator.serving import remove_app
 from overstory.orchestrator.spec import DeploymentSpec
 
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture
-def lives(serve_port: int) -> Iterator[Deployment]:
+def lives(serve_here: None) -> Iterator[Deployment]:
     """One replica of one rank."""
     target, drafter = pair_paths()
     spec = DeploymentSpec(
@@ -33,11 +34,11 @@ def lives(serve_port: int) -> Iterator[Deployment]:
         tree={"budget": 15},
         engine={"tp_size": 1, "context_length": 1024},
         resources={"cpus_per_rank": 0.5},
-        gateway={"port": serve_port, "request_timeout_s": 300},
+        gateway={"port": free_port(), "request_timeout_s": 300},
         control={"proven_s": 0},
     )
     ensure_controller(spec.name, spec.control.lease_steps)
-    deployment = Deployment(_serve(build_app(spec), spec, serve_port, REAL_START_S))
+    deployment = Deployment(_serve(build_app(spec), spec, REAL_START_S))
     yield deployment
     deployment.client.close()
     remove_app(spec.name)

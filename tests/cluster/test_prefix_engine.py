@@ -11,6 +11,7 @@ from ray import serve
 
 from overstory.orchestrator.app import build_app
 from overstory.orchestrator.journal import GenerateCall
+from overstory.orchestrator.local_ray import free_port
 from overstory.orchestrator.prefix_blocks import BLOCK_TOKENS, blocks_of
 from overstory.orchestrator.rank_group import CONTROL, NAMESPACE, call, rank_name
 from overstory.orchestrator.sampling import Sampling
@@ -48,7 +49,7 @@ def _send_past_the_gateway(endpoint: Endpoint, ids: tuple[int, ...], number: int
         pass
 
 
-def test_a_prompt_goes_where_its_beginning_is_cached(serve_port: int) -> None:
+def test_a_prompt_goes_where_its_beginning_is_cached(serve_here: None) -> None:
     target, _ = pair_paths()
     spec = DeploymentSpec(
         name="affine",
@@ -58,9 +59,9 @@ def test_a_prompt_goes_where_its_beginning_is_cached(serve_port: int) -> None:
         replicas=2,
         resources={"cpus_per_rank": 0.5},
         engine={"tp_size": 1, "context_length": 1024},
-        gateway={"port": serve_port, "routing": "prefix_affine"},
+        gateway={"port": free_port(), "routing": "prefix_affine"},
     )
-    endpoint = _serve(build_app(spec), spec, serve_port, REAL_START_S)
+    endpoint = _serve(build_app(spec), spec, REAL_START_S)
     try:
         wait_until(lambda: len(_replicas(spec.name)) == 2, 120, "both replicas")
         draw = random.Random(3)

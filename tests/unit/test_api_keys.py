@@ -19,7 +19,6 @@ from overstory.orchestrator.api_keys import (
     keys_of_variable,
     parse_keys,
 )
-from overstory.orchestrator.app import http_options
 from overstory.orchestrator.cli import app
 from overstory.orchestrator.endpoint import build_http_app
 from overstory.orchestrator.spec import DeploymentSpec, load_spec
@@ -203,8 +202,8 @@ def test_settings_of_certificates_and_keys(tmp_path: Path) -> None:
     spec = load_spec(file)
     assert spec.gateway.api_keys_file == str(tmp_path / "keys")
     assert spec.gateway.url == "https://127.0.0.1:8000"
-    options = http_options(spec)
-    assert (options["ssl_certfile"], options["ssl_keyfile"]) == (str(tmp_path / "a.pem"), "/b.pem")
+    files = (spec.gateway.tls_cert_file, spec.gateway.tls_key_file)
+    assert files == (str(tmp_path / "a.pem"), "/b.pem")
     with pytest.raises(ValueError, match="go together"):
         DeploymentSpec(model="m", tree={"budget": 0}, gateway={"tls_key_file": "x"})
 

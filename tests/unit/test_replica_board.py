@@ -2,11 +2,9 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
-import pytest
-
-from overstory.orchestrator.replica_board import PlacedCall, ReplicaBoard, until
+from overstory.orchestrator.replica_board import PlacedCall, ReplicaBoard
 
 
 def play(story: Callable[[], Awaitable[None]]) -> None:
@@ -87,55 +85,3 @@ def test_a_shunned_replica_gets_nothing_for_a_while() -> None:
     board.update(["b"])
     board.update(["a", "b"])  # gone and back
     assert board.usable("a")
-
-
-@pytest.mark.parametrize("stopped", [False, True])
-def test_items_until(stopped: bool) -> None:
-    closed = []
-
-    async def endless(count: int) -> AsyncGenerator[int, None]:
-        try:
-            for number in range(count):
-                yield number
-            if stopped:
-                await asyncio.Event().wait()
-        finally:
-            closed.append(True)
-
-    async def story() -> None:
-        stop, seen = asyncio.Event(), []
-        items = endless(3)
-        async for number in until(items, stop):
-            seen.append(number)
-            if number == 2 and stopped:
-                asyncio.get_running_loop().call_later(0.05, stop.set)
-        assert seen == [0, 1, 2]
-        await items.aclose()
-        assert closed == [True]
-
-    play(story)
-
-
-def test_items_until_pass_on_errors_and_cancellation() -> None:
-    async def broken() -> AsyncGenerator[int, None]:
-        yield 1
-        raise ValueError("no")
-
-    async def stuck() -> AsyncGenerator[int, None]:
-        await asyncio.Event().wait()
-        yield 1
-
-    async def drain(items: AsyncGenerator[int, None]) -> None:
-        async for _ in until(items, asyncio.Event()):
-            pass
-
-    async def story() -> None:
-        with pytest.raises(ValueError, match="no"):
-            await drain(broken())
-        task = asyncio.create_task(drain(stuck()))
-        await asyncio.sleep(0.05)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    play(story)

@@ -1,0 +1,94 @@
+"""The endpoint's HTTP server: uvicorn in the gateway's process, on its event loop.
+
+Serve's own proxy would be one more process and one more streaming call on the way of every piece of
+an answer (measured in docs/benchmarks/gateway.md).
+"""
+
+import asyncio
+import contextlib
+import errno
+import socket
+import time
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from overstory.orchestrator.spec import GatewaySpec
+
+_BACKLOG = 2048
+_KEEP_ALIVE_S = 75
+_TAKEN_S = 10.0  # a gateway that was killed may hold the port for a moment
+_POLL_S = 0.2
+
+
+class CannotListen(RuntimeError):
+    """The endpoint's address cannot be had."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server without a grip on the process's signals: those are Ray's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Captures none."""
+        yield
+
+
+class HttpServer:
+    """Listens from the start, so that a port that is taken is told at once; answers from `start`.
+
+    Raises:
+        CannotListen: another process has the port, or the address is not this machine's.
+    """
+
+    def __init__(self, spec: GatewaySpec) -> None:
+        self._spec = spec
+        self._socket = _listening(spec.host, spec.port)
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    def start(self, app: ASGIApp) -> None:
+        """Serves `app`, whose lifespan is somebody else's concern, on the running loop."""
+        config = uvicorn.Config(
+            app,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            ssl_certfile=self._spec.tls_cert_file,
+            ssl_keyfile=self._spec.tls_key_file,
+        )
+        config.load()  # a certificate that cannot be read is told here
+        self._server = _Server(config)
+        loop = asyncio.get_running_loop()
+        self._serving = loop.create_task(self._server.serve(sockets=[self._socket]))
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no new connection, lets requests end for `grace_s`, then cancels them."""
+        if self._server is None or self._serving is None:
+            self._socket.close()
+            return
+        self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
+        self._server.should_exit = True
+        await asyncio.wait((self._serving,), timeout=grace_s + 2)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """A socket that listens there."""
+    deadline = time.monotonic() + _TAKEN_S
+    while True:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            family, _, _, _, address = found[0]
+            return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                raise CannotListen(
+                    f"gateway.port: {host}:{port} cannot be used on the head node "
+                    f"({error.strerror or error}); choose another or end what listens there"
+                ) from error
+            time.sleep(_POLL_S)

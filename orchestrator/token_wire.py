@@ -1,0 +1,84 @@
+"""What goes over a token line, on which a replica delivers tokens to a gateway. Pure.
+
+A line is one TCP connection. It begins with the gateway's secret, then come frames: a length of 4
+bytes (big endian) and one `Frame` in MessagePack. Nothing goes the other way: calls, their errors
+and their cancellation are Serve's.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from overstory.orchestrator.backend import TokenChunk, TokenLogprobs
+
+SECRET_BYTES = 32
+MOST_BYTES = 64 * 2**20
+"""Longest frame: log-probabilities of a whole context."""
+
+
+class Frame(msgspec.Struct, array_like=True, frozen=True):
+    """Tokens of one call. `number` counts the frames of the call from 0."""
+
+    rid: str
+    number: int
+    ids: list[int]
+    finish: dict[str, Any] | None = None
+    logprobs: list[TokenLogprobs] | None = None
+
+    def chunk(self) -> TokenChunk:
+        """The tokens."""
+        return TokenChunk(self.ids, self.finish, self.logprobs)
+
+
+class BadLine(ValueError):
+    """What came is not a token line."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Frame)
+
+
+def encoded(rid: str, number: int, chunk: TokenChunk) -> bytes:
+    """One frame with its length."""
+    body = _encoder.encode(Frame(rid, number, chunk.ids, chunk.finish, chunk.logprobs))
+    return len(body).to_bytes(4, "big") + body
+
+
+@dataclass(slots=True)
+class LineReader:
+    """Takes bytes as they come and gives frames.
+
+    Raises:
+        BadLine: another secret, or bytes that are no frame.
+    """
+
+    secret: bytes
+    _greeted: bool = False
+    _rest: bytes = b""
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """The frames that are whole now."""
+        data = self._rest + data if self._rest else data
+        at = 0
+        if not self._greeted:
+            if not self.secret.startswith(data[: len(self.secret)]):
+                raise BadLine("it does not begin with this gateway's secret")
+            if len(data) < len(self.secret):
+                self._rest = data
+                return []
+            self._greeted, at = True, len(self.secret)
+        frames = []
+        while len(data) - at >= 4:
+            size = int.from_bytes(data[at : at + 4], "big")
+            if size > MOST_BYTES:
+                raise BadLine(f"a frame of {size} bytes")
+            if len(data) - at - 4 < size:
+                break
+            try:
+                frames.append(_decoder.decode(memoryview(data)[at + 4 : at + 4 + size]))
+            except msgspec.MsgspecError as error:
+                raise BadLine(str(error)) from error
+            at += 4 + size
+        self._rest = data[at:]
+        return frames
