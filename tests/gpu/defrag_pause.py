@@ -14,6 +14,7 @@ import json
 import os
 import random
 import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,25 @@ def measure_passes(trace: Any, rounds: int) -> list[dict[str, Any]]:
     ]
 
 
+def measure_pictures(trace: Any, rounds: int) -> dict[str, float]:
+    """What a look costs, which comes before each pass at a boundary of its own."""
+    from overstory.workers.defrag.audit import audit
+    from overstory.workers.defrag.relocate import take_picture
+
+    audits, pictures = [], []
+    for _ in range(rounds):
+        trace.step()
+        begun = time.perf_counter()
+        audit(trace, look_for_unknown=False)
+        audits.append((time.perf_counter() - begun) * 1e3)
+        take_picture(trace)
+        pictures.append((time.perf_counter() - begun) * 1e3 - audits[-1])
+    return {
+        "audit_ms": round(statistics.median(audits), 3),
+        "picture_ms": round(statistics.median(pictures), 3),
+    }
+
+
 def main() -> None:
     """One pool, all passes."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -128,6 +148,7 @@ def main() -> None:
         "running": len(trace.running),
         "rounds": given.rounds,
         "passes": measure_passes(trace, given.rounds),
+        "look": measure_pictures(trace, given.rounds),
     }
     given.json.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
