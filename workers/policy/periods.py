@@ -4,21 +4,15 @@ The table holds what a step takes alone. In an engine the scheduler's own work c
 hides it, more of one or the other by batch and option: with one request a step takes about both
 together, with 64 about the longer of them. So the time from launch to launch is taken as it comes.
 
-What disturbs a machine comes in stretches of tenths of a second, in which every step of every
-option takes longer. Times of different stretches say nothing about options, so each is compared to
-the steps around it: the option that runs most moves a level, others are times of that level
-(`StepTimes`). The table alone decides nothing but what is tried first.
+The table alone decides nothing but what is tried first.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from overstory.workers.policy.beliefs import ONE
-from overstory.workers.policy.step_times import StepTimes
-
-WANTED = 3
-"""Periods before an option counts as seen."""
+from overstory.workers.policy.compared import Compared
 
 
 class Periods:
@@ -27,25 +21,20 @@ class Periods:
     Args:
         costs: [place][option], the table's microseconds at its least context. Places are the
             batches of the table where all requests are greedy, then those where any samples.
-        nodes: drafted nodes by option.
     """
 
-    def __init__(self, costs: Sequence[Sequence[int]], nodes: Sequence[int]) -> None:
+    def __init__(self, costs: Sequence[Sequence[int]]) -> None:
         self._costs = [list(row) for row in costs]
-        self._times = [StepTimes(nodes) for _ in costs]
+        self._times = [Compared() for _ in costs]
         self._known: list[dict[int, int]] = [{} for _ in costs]
         self._rows: dict[int, tuple[dict[int, int], tuple[int, ...]]] = {}
         self._changed: set[int] = set()
 
     def add(self, place: int, option: int, expected_us: int, took_us: int) -> None:
         """A step took so long from launch to launch where the table says ``expected_us``."""
-        self._times[place].add(option, expected_us, took_us)
+        self._times[place].add(option, math.log(took_us / expected_us))
         self._costs[place][option] = expected_us
         self._changed.add(place)
-
-    def seen(self, place: int, option: int) -> bool:
-        """Whether enough steps of ``option`` were timed there."""
-        return self._times[place].seen(option) >= WANTED
 
     def overheads(self) -> tuple[tuple[int, ...], ...] | None:
         """[place][option] microseconds over the table; None before anything was seen.
@@ -63,11 +52,10 @@ class Periods:
         return tuple(map(self._kept_row, range(len(self._costs))))
 
     def _surpluses(self, place: int) -> dict[int, int]:
-        times = self._times[place]
+        costs = self._costs[place]
         return {
-            option: cost * (times.factor(option) - ONE) // ONE
-            for option, cost in enumerate(self._costs[place])
-            if self.seen(place, option)
+            option: round(costs[option] * (math.exp(factor) - 1))
+            for option, factor in self._times[place].known().items()
         }
 
     def _kept_row(self, place: int) -> tuple[int, ...]:

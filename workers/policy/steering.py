@@ -33,7 +33,7 @@ from overstory.workers.policy.evidence import FADE_STEPS, WANTED, KindEvidence, 
 from overstory.workers.policy.options import PLAIN, Options
 from overstory.workers.policy.periods import Periods
 from overstory.workers.policy.step_times import StepTimes
-from overstory.workers.policy.visits import Visits
+from overstory.workers.policy.visits import Price, Visits
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Steering:
             for sampled in (False, True)
             for batch in table.batches
         ]
-        self._periods = Periods(costs, options.nodes)
+        self._periods = Periods(costs)
         self._visits = Visits(len(costs), len(options))
         self._drafter = ON
         self._first = Share()
@@ -161,12 +161,12 @@ class Steering:
         self._visits.pass_steps(place, steps)
         best = choose(self._table, beliefs, shape, allowed, PLAIN, margin=0)
         good = rate(self._table, beliefs, shape, best)
-        lost = {}
+        prices = {}
         for option in affordable(self._table, beliefs, shape, allowed):
             tried = rate(self._table, beliefs, shape, option)
-            gained = tried.tokens * good.cost_us / (good.tokens * tried.cost_us)
-            lost[option] = PROBE_RUN * max(0.0, 1 - gained) * tried.cost_us / good.cost_us
-        option_due = self._visits.due(place, best, lost)
+            slower = tried.cost_us / good.cost_us
+            prices[option] = Price(tried.tokens / good.tokens / slower, PROBE_RUN * slower)
+        option_due = self._visits.due(place, best, prices)
         if option_due is None:
             return NO_PROBE
         self._probes += 1

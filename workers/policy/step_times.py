@@ -15,11 +15,8 @@ from overstory.workers.policy.beliefs import ONE
 from overstory.workers.policy.options import PLAIN
 
 LEVEL_RATE = 0.1
-OWN_RATE = 0.06
-"""Share of a step's deviation that the level, or an option's own factor, takes over; of the first
-ones as much as makes a mean of them and of `GUESS_STEPS` at the guess."""
-
-GUESS_STEPS = 2
+OWN_RATE = 0.15
+"""Share of a step's deviation that the level, or an option's own factor, takes over."""
 
 FIRST_STEPS = 10
 """Steps of which the first level is the mean."""
@@ -41,7 +38,6 @@ class StepTimes:
     def __init__(self, nodes: Sequence[int]) -> None:
         self._nodes = nodes
         self._own: dict[int, float] = {}
-        self._seen: dict[int, int] = {}
         self._level = 0.0
         self._steps = 0
         self._anchor: int | None = None
@@ -53,7 +49,6 @@ class StepTimes:
         if self._anchor is None:
             self._anchor = option
         own = self._own.setdefault(option, self._guess(option))
-        self._seen[option] = self._seen.get(option, 0) + 1
         off = math.log(max(1, took_us) / max(1, expected_us)) - self._level - own
         self._run = self._run + 1 if option == self._last else 1
         self._last = option
@@ -62,24 +57,16 @@ class StepTimes:
             young = self._steps <= FIRST_STEPS
             self._level += off / self._steps if young else LEVEL_RATE * _within(off)
             return
-        rate = max(OWN_RATE, 1 / (GUESS_STEPS + self._seen[option]))
-        self._own[option] = own + rate * _within(off)
+        self._own[option] = own + OWN_RATE * _within(off)
         if self._run >= NEW_ANCHOR:
             self._anchor = option
 
-    def seen(self, option: int) -> int:
-        """Steps of ``option`` so far."""
-        return self._seen.get(option, 0)
-
-    def factor(self, option: int) -> int:
-        """Thousandths of the table's cost that a step of ``option`` takes now."""
-        own = self._own.get(option)
-        own = self._guess(option) if own is None else own
-        return round(ONE * math.exp(self._level + own))
-
     def factors(self) -> tuple[int, ...]:
-        """`factor` by option."""
-        return tuple(map(self.factor, range(len(self._nodes))))
+        """By option, thousandths of the table's cost that a step takes now."""
+        return tuple(
+            round(ONE * math.exp(self._level + self._own.get(option, self._guess(option))))
+            for option in range(len(self._nodes))
+        )
 
     def _guess(self, option: int) -> float:
         """Own factor of an option that has not run: that of the drafting one nearest in nodes.

@@ -4,30 +4,48 @@ Rank 0's own; pure, its clock is the count of decode steps."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-LOSS = 1
+LOSS = 0.7
 """Thousandths of the tokens that trying one option may cost on average."""
 
 STEPS = (64, 4096)
 """Fewest and most steps between two visits of an option. At most, because a price is a belief too:
 one that is wrong would never be found out."""
 
-YOUNG = 4
+REST = 16
+"""Fewest steps between two visits of any option: the best one runs between them, and they are
+compared to it."""
+
+YOUNG = 5
 """Visits until the interval is the full one: what a few steps said may be an accident, and a price
 that follows from it keeps an option out for long."""
 
-HOPELESS = 2.0
-"""Steps that a visit loses from which on no accident is assumed."""
+HOPELESS = 0.5
+"""Share of the best rate below which no accident is assumed."""
+
+DEAR = 4.0
+"""Steps of the best option that a visit may lose to be repeated while it is young."""
 
 
-def interval(lost_steps: float, visits: int) -> float:
-    """Steps from one visit to the next, where one loses the tokens of so many steps.
+@dataclass(frozen=True)
+class Price:
+    """What trying an option is believed to cost.
 
-    Args:
-        visits: those before.
+    Attributes:
+        share: its tokens per time, of those of the best option.
+        steps: time of a visit, in steps of the best one.
     """
-    full = min(max(lost_steps * 1000 / LOSS, STEPS[0]), STEPS[1])
-    young = lost_steps < HOPELESS or not visits
+
+    share: float
+    steps: float
+
+
+def interval(price: Price, visits: int) -> float:
+    """Steps from one visit to the next, after so many visits."""
+    lost = max(0.0, 1 - price.share) * price.steps
+    full = min(max(lost * 1000 / LOSS, STEPS[0]), STEPS[1])
+    young = not visits or (price.share >= HOPELESS and lost <= DEAR)
     return max(STEPS[0] / 2, full * min(1.0, visits / YOUNG)) if young else full
 
 
@@ -40,31 +58,32 @@ class Visits:
 
     def __init__(self, places: int, options: int) -> None:
         self._since = [[STEPS[1]] * options for _ in range(places)]
+        self._rest = [0] * places
         self._visits = [[0] * options for _ in range(places)]
 
     def pass_steps(self, place: int, steps: int) -> None:
         """So many decode steps went by at a place."""
+        self._rest[place] += steps
         self._since[place] = [since + steps for since in self._since[place]]
 
-    def due(self, place: int, best: int, lost_steps: Mapping[int, float]) -> int | None:
+    def due(self, place: int, best: int, prices: Mapping[int, Price]) -> int | None:
         """The option that waited longest for its price, if any has waited long enough; it counts as
         tried.
 
         Args:
             best: the option that runs, which needs no visit.
-            lost_steps: by option that may be tried, what a visit is expected to lose, as steps of
-                the best one.
+            prices: of the options that may be tried.
         """
         since, visits = self._since[place], self._visits[place]
         since[best] = 0
         waited = {
-            o: since[o] / interval(lost, visits[o]) for o, lost in lost_steps.items() if o != best
+            o: since[o] / interval(price, visits[o]) for o, price in prices.items() if o != best
         }
-        if not waited:
+        if not waited or self._rest[place] < REST:
             return None
         first = max(waited, key=lambda option: (waited[option], option))
         if waited[first] < 1:
             return None
-        since[first] = 0
+        since[first] = self._rest[place] = 0
         visits[first] += 1
         return first
