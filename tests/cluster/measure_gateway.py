@@ -1,7 +1,9 @@
 """What the gateway costs: the endpoint against SGLang's own HTTP server, one engine, one run.
 
-Both servers are up; each cell is measured turn by turn, one of them under load while the other
-idles. The client is the same process for both. Tokens/s are those of whole rounds, medians over
+Both servers are up; each cell is measured turn by turn. SGLang's server is stopped (SIGSTOP) while
+it is not its turn: its scheduler polls without a pause, which takes one core from the other, and
+two processes that share a core's threads slow each other by a third. The deployment's ranks sleep.
+The client is the same process for both. Tokens/s are those of whole rounds, medians over
 them; the first token's time is that of the first event of a stream.
 
     .venv/bin/python tests/cluster/measure_gateway.py --json docs/benchmarks/gateway_cpu.json
@@ -15,43 +17,33 @@ import asyncio
 import collections
 import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import httpx
 import psutil
+from deep_pair import Shape, write_pair
 from gateway_load import Timed, load, times_of_get
-from leftovers import wait_until
 from measure_deployment import role
 from ray import serve
+from two_servers import both
 
 from overstory.orchestrator.bench_load import load_prompts
 from overstory.orchestrator.control import connected
-from overstory.orchestrator.deploy import deploy, take_down
 from overstory.orchestrator.engine_flags import resolve_engine
 from overstory.orchestrator.host_facts import host_facts
 from overstory.orchestrator.journal import GenerateCall
 from overstory.orchestrator.local_ray import free_port
-from overstory.orchestrator.progress import Progress
-from overstory.orchestrator.replica_setup import policy_environment
 from overstory.orchestrator.sampling import Sampling
 from overstory.orchestrator.spec import DeploymentSpec, load_spec
-from overstory.orchestrator.state import DeploymentRecord, read_state
 
 LOCAL = Path(__file__).parents[2] / "clusters" / "local" / "deployment.yaml"
-SERVER = Path(__file__).with_name("sglang_server.py")
-START_S = 600.0
 HOPS = 40
+TURNS = 4
 OURS, THEIRS = "gateway", "sglang"
 ON_A_GPU = (
     "engine.attention_backend=overstory",
@@ -65,11 +57,17 @@ ON_A_GPU = (
 # -------------------------------------------------------------------- servers
 
 
-def spec_of(given: argparse.Namespace) -> DeploymentSpec:
-    """The deployment to measure."""
+def spec_of(given: argparse.Namespace, folder: Path) -> DeploymentSpec:
+    """The deployment to measure; a pair that is made lies in `folder`."""
+    pair: list[str] = []
+    if given.pair == "deep":
+        target, drafter = write_pair(folder, Shape(*given.shape))
+        pair = [f"model={target}", f"drafter={drafter}", "engine.load_format=dummy"]
     return load_spec(
         LOCAL,
         [
+            *pair,
+            "served_model_name=measured",
             f"gateway.port={free_port()}",
             f"resources.device={given.device}",
             *(ON_A_GPU if given.device == "cuda" else ()),
@@ -79,57 +77,6 @@ def spec_of(given: argparse.Namespace) -> DeploymentSpec:
             *given.set,
         ],
     )
-
-
-@contextmanager
-def sglang_server(spec: DeploymentSpec, port: int) -> Iterator[psutil.Process]:
-    """SGLang's server at a port; ready."""
-    fields = resolve_engine(spec).server_args
-    command = [sys.executable, str(SERVER), spec.resources.device, str(spec.resources.threads)]
-    with tempfile.TemporaryFile("w+") as words:
-        process = subprocess.Popen(
-            [*command, str(port), json.dumps(fields)],
-            env=os.environ | spec.environment | policy_environment(spec),
-            stdout=words,
-            stderr=words,
-            start_new_session=True,
-        )
-        try:
-            wait_until(
-                lambda: process.poll() is not None or _is_up(port), START_S, "SGLang's server"
-            )
-            if process.poll() is not None:
-                words.seek(0)
-                raise RuntimeError(f"SGLang's server ended: {words.read()[-3000:]}")
-            yield psutil.Process(process.pid)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _is_up(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=10).status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-@contextmanager
-def deployment(spec: DeploymentSpec) -> Iterator[psutil.Process]:
-    """The deployment, up on a Ray of its own, whose first process is given."""
-    record: DeploymentRecord | None = None
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["OVERSTORY_STATE"] = str(Path(folder) / "state.json")
-        try:
-            record = deploy(spec, Progress(sys.stderr), START_S)
-            own = read_state().local_ray
-            if own is None:
-                raise RuntimeError("another Ray runs here; this measures one of its own")
-            yield psutil.Process(own.pid)
-        finally:
-            if record is not None:
-                take_down(record.name)
 
 
 # -------------------------------------------------------------------- what is measured
@@ -156,10 +103,15 @@ def bodies(given: argparse.Namespace, name: str, concurrency: int) -> list[dict[
 def cpu_s(first: psutil.Process, name: Callable[[psutil.Process], str]) -> collections.Counter[str]:
     """CPU seconds of a process and all below it, by what they are."""
     used: collections.Counter[str] = collections.Counter()
-    for process in (first, *first.children(recursive=True)):
+    for process in _tree(first):
         with contextlib.suppress(psutil.Error):
             used[name(process)] += sum(process.cpu_times()[:2])
     return used
+
+
+def _tree(first: psutil.Process) -> list[psutil.Process]:
+    """A process and all below it."""
+    return [first, *first.children(recursive=True)]
 
 
 def sglang_role(process: psutil.Process) -> str:
@@ -183,15 +135,25 @@ class Bench:
         """Rows: one for each server and concurrency."""
         found: dict[tuple[str, int], list[dict[str, Any]]] = collections.defaultdict(list)
         for server in (OURS, THEIRS):  # Each prompt once: the prefix caches are filled.
-            asyncio.run(load(self.ports[server], bodies(self.given, self.model, 16), 4))
+            with self._turn(server):
+                asyncio.run(load(self.ports[server], bodies(self.given, self.model, 16), 4))
         for number in range(self.given.rounds):
             for concurrency in self.given.concurrency:
                 turn = (OURS, THEIRS) if number % 2 else (THEIRS, OURS)
                 for server in turn:
-                    cell = self._cell(server, concurrency)
+                    with self._turn(server):
+                        cell = self._cell(server, concurrency)
                     found[server, concurrency].append(cell)
                     print(f"round {number + 1}  {server:<8} {concurrency:>3}  {cell}", flush=True)
         return [summed(server, number, cells) for (server, number), cells in found.items()]
+
+    @contextlib.contextmanager
+    def _turn(self, server: str) -> Iterator[None]:
+        """Only `server` runs, warm from one request; SGLang's waits until its next turn."""
+        for process in _tree(self.firsts[THEIRS]):
+            process.suspend() if server == OURS else process.resume()
+        asyncio.run(load(self.ports[server], bodies(self.given, self.model, 1)[:1], 1))
+        yield
 
     def _cell(self, server: str, concurrency: int) -> dict[str, Any]:
         name = role if server == OURS else sglang_role
@@ -207,14 +169,15 @@ class Bench:
         a GET that goes no further than the gateway."""
         times: dict[str, list[float]] = {OURS: [], THEIRS: []}
         body = {**bodies(self.given, self.model, 1)[0], "max_tokens": 1}
-        for _ in range(count):
-            for server in (OURS, THEIRS):
-                answer = asyncio.run(load(self.ports[server], [body], 1))[0]
-                times[server].append(answer.first_s)
-        models = {
-            server: asyncio.run(times_of_get(self.ports[server], "/v1/models", count))
-            for server in (OURS, THEIRS)
-        }
+        models: dict[str, list[float]] = {OURS: [], THEIRS: []}
+        for _ in range(TURNS):
+            for server in (THEIRS, OURS):
+                port = self.ports[server]
+                with self._turn(server):
+                    for _ in range(count // TURNS):
+                        answer = asyncio.run(load(port, [body], 1))[0]
+                        times[server].append(answer.first_s)
+                    models[server] += asyncio.run(times_of_get(port, "/v1/models", count // TURNS))
         rows = {f"one token, {server}": spread(one) for server, one in times.items()}
         rows |= self._hops(count)
         rows |= {f"GET /v1/models, {server}": spread(one) for server, one in models.items()}
@@ -314,6 +277,9 @@ def parse() -> argparse.Namespace:
     """Options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--pair", choices=("built-in", "deep"), default="built-in")
+    parser.add_argument("--shape", default="", help="LAYERS,HIDDEN,HEADS,EXPERTS,WIDTH of deep")
+    parser.add_argument("--together", action="store_true", help="start both servers at once")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--budget", type=int, default=31, help="of the tree; 0: plain decoding")
     parser.add_argument("--concurrency", default="1,8,32")
@@ -325,6 +291,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--first", action="store_true", help="before other work on this machine")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    given.shape = [int(part) for part in given.shape.split(",") if part]
     given.concurrency = [int(part) for part in given.concurrency.split(",")]
     return given
 
@@ -332,11 +299,16 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Measures and says what it found."""
     given = parse()
-    spec = spec_of(given)
+    with tempfile.TemporaryDirectory() as folder:
+        run(given, spec_of(given, Path(folder)))
+
+
+def run(given: argparse.Namespace, spec: DeploymentSpec) -> None:
+    """Both servers up, loaded, and what it gave written down."""
     bench = Bench(given, spec)
     bench.ports = {OURS: spec.gateway.port, THEIRS: free_port()}
     facts = host_facts()
-    with sglang_server(spec, bench.ports[THEIRS]) as theirs, deployment(spec) as ours:
+    with both(spec, bench.ports[THEIRS], given.together) as (ours, theirs):
         bench.firsts = {OURS: ours, THEIRS: theirs}
         if given.first:
             go_first(ours, theirs)
