@@ -29,7 +29,7 @@ if [ "$device" = cuda ]; then
 fi
 # A caller's own options, in their place.
 read -r -a options <<<"${OPTIONS:---requests 32 --tokens 512 --rounds 4}"
-read -r -a deep_options <<<"${DEEP_OPTIONS:---requests 4 --tokens 128 --rounds 3 --set engine.mem_fraction_static=0.45}"
+read -r -a deep_options <<<"${DEEP_OPTIONS:---requests 4 --tokens 128 --rounds 3 --set engine.mem_fraction_static=0.7 --set engine.max_total_tokens=65536}"
 for run in "${runs[@]}"; do
   left=$((seconds - SECONDS - 10))
   [ $left -gt 60 ] || break
