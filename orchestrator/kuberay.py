@@ -14,6 +14,7 @@ import yaml
 
 from overstory.orchestrator.declared_app import IMPORT_PATH, args_of
 from overstory.orchestrator.inventory import NodeInventory
+from overstory.orchestrator.local_ray import NICENESS
 from overstory.orchestrator.memory import FRONT_HALF_BYTES, GIB, HOST_BYTES_OF_GPU_RANK
 from overstory.orchestrator.model_facts import PlanError
 from overstory.orchestrator.plan import Plan, make_plan
@@ -123,6 +124,7 @@ def _pod(
         "image": settings.image,
         "resources": {"limits": limits, "requests": dict(limits)},
         "volumeMounts": mounts,
+        "env": [{"name": NICENESS, "value": "0"}],  # as `ray_head` sets it
     }
     ports = [(spec.gateway.port, "serve")]
     if name == "ray-head":

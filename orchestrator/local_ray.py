@@ -23,6 +23,9 @@ from overstory.orchestrator.local_process import LocalProcess
 from overstory.orchestrator.state import LocalRayRecord
 from overstory.workers.process_ids import process_start_ticks
 
+NICENESS = "RAY_worker_niceness"
+"""Environment variable of Ray's raylet: nice value of its workers."""
+
 START_TIMEOUT_S = 180.0
 START_ATTEMPTS = 2
 STOP_TIMEOUT_S = 30.0

@@ -18,6 +18,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from leftovers import port_is_free, processes_naming, wait_until
 
@@ -135,6 +136,13 @@ def assert_all_exported(own: LocalRayRecord) -> None:
         raise AssertionError(f"not exported: {sorted(missing)}") from None
 
 
+def assert_as_important_as_others(own: LocalRayRecord) -> None:
+    """Ray's default puts workers behind whatever else runs."""
+    ours = psutil.Process(own.pid).children(recursive=True)
+    titles = {" ".join(one.cmdline()).strip(): one.nice() for one in ours}
+    assert titles["ray::RankHost"] == titles["ray::ServeReplica:tiny:Gateway"] == 0
+
+
 def test_up_used_and_down(shell: Shell) -> None:
     port = free_port()
     up = shell.deploy(f"gateway.port={port}")
@@ -146,6 +154,7 @@ def test_up_used_and_down(shell: Shell) -> None:
     own = read_state(shell.state).local_ray
     assert own is not None
     assert is_running(own)
+    assert_as_important_as_others(own)
 
     text = shell("generate", "def add(a, b):", "--max-tokens", "16")
     assert text.returncode == 0, text.stderr

@@ -38,6 +38,7 @@ CONTAINER = {
     "name": (True, str),
     "image": (True, str),
     "ports": (False, list),
+    "env": (False, list),
     "resources": (False, dict),
     "volumeMounts": (False, list),
 }
