@@ -19,7 +19,8 @@ def _show_package() -> None:
     """The import package where it is not installed, as a folder of links (as tests/mypy.sh)."""
     links = Path(tempfile.mkdtemp(prefix="overstory-links-"))
     (links / "overstory").mkdir()
-    (links / "overstory" / "kernels").symlink_to(ROOT / "kernels")
+    for package in ("kernels", "workers"):
+        (links / "overstory" / package).symlink_to(ROOT / package)
     sys.path.insert(0, str(links))
 
 

@@ -1,6 +1,7 @@
 """Communicators and transfers between two GPUs of one host: right, fast, and over when a peer dies.
 
-    two_gpu_comm.py OUT SECONDS
+    two_gpu_comm.py OUT SECONDS          all
+    two_gpu_comm.py kv OUT SECONDS       rates alone
 
 Needs torch and CuPy, neither SGLang nor Ray. Writes OUT/comm.json after each part and says on
 stdout what it found. Two processes a part, each with one GPU.
@@ -8,6 +9,7 @@ stdout what it found. Two processes a part, each with one GPU.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -86,14 +88,19 @@ def plain_copy(comm: Any) -> dict[str, float]:
     return {"gb_s": sorted(rates)[len(rates) // 2], "best_gb_s": max(rates)}
 
 
-def carry(comm: Any, send: Callable[[int], Any], receive: Callable[[int], Any]) -> dict[str, Any]:
+def carry(
+    comm: Any,
+    send: Callable[[int], Any],
+    receive: Callable[[int], Any],
+    sizes: tuple[int, ...] = (256, 512),
+) -> dict[str, Any]:
     """GB/s through a conveyor, by the size of its pieces."""
     import torch
 
     from overstory.workers.handoff.pieces import Conveyor
 
     rates, alone = {}, {}
-    for mib in (128, 256, 512):
+    for mib in sizes:
         conveyor = Conveyor(comm, mib << 20)
         seen = []
         for _ in range(4):
@@ -109,8 +116,8 @@ def carry(comm: Any, send: Callable[[int], Any], receive: Callable[[int], Any]) 
     return {"bytes": done.bytes, "gb_s": rates, "filling_gb_s": alone}
 
 
-def filling(conveyor: Any, pieces: Any) -> float:
-    """GB/s of gathering and checksums alone, with nothing sent."""
+def filling(conveyor: Any, pieces: Any) -> dict[str, float]:
+    """GB/s of gathering and checksums alone, with nothing sent; and of the host's part of it."""
     import torch
 
     staging = torch.empty(conveyor.piece_bytes + 16, dtype=torch.uint8, device="cuda")
@@ -120,8 +127,12 @@ def filling(conveyor: Any, pieces: Any) -> float:
         piece.move(staging[: piece.size])
         conveyor._seal(staging, piece.size)
         total += piece.size
+    launched = time.perf_counter()
     torch.cuda.synchronize()
-    return total / (time.perf_counter() - begun) / 1e9
+    return {
+        "gb_s": total / (time.perf_counter() - begun) / 1e9,
+        "host_gb_s": total / (launched - begun) / 1e9,
+    }
 
 
 def kv_rows(comm: Any) -> dict[str, Any]:
@@ -140,14 +151,26 @@ def kv_rows(comm: Any) -> dict[str, Any]:
             buffer.view(torch.int16).random_(generator=draw)
             buffer.view(torch.int16)[0, 0, 0] = number
     table = RowTable(buffers)
-    result: dict[str, Any] = {"row_bytes": table.row_bytes}
+    kernels = [group._kernel for group in table._groups]
+    result: dict[str, Any] = {
+        "row_bytes": table.row_bytes,
+        "kernel": all(kernel is not None for kernel in kernels),
+    }
     order = torch.randperm(slots, generator=torch.Generator().manual_seed(6))[:count]
-    for name, given in (("scattered", order), ("one run", torch.arange(count))):
+    for name, given, sizes in (
+        ("scattered", order, (64, 128, 256, 512)),
+        ("one run", torch.arange(count), (256, 512)),
+        ("scattered, layer by layer", order, (256, 512)),
+    ):
         mine = given.to(comm.device)
+        if "layer by layer" in name:
+            for group in table._groups:
+                group._kernel = None
         result[name] = carry(
             comm,
             lambda size, at=mine: table.gather(at, size),
             lambda size, at=mine: table.scatter(at, size),
+            sizes,
         )
         result[name]["digest"] = [
             int(buffer.view(torch.int16).view(slots, ROW)[mine].long().sum()) for buffer in buffers
@@ -280,6 +303,7 @@ def rank_main(
     pipe: Any, name: str, rank: int, ticket: bytes | None, index: int, visible: str | None
 ) -> None:
     """One rank: everything that may fail is said by pipe."""
+    faulthandler.dump_traceback_later(17, exit=False)
     if visible is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
     try:
@@ -408,8 +432,33 @@ def missing() -> dict[str, Any]:
     return {"ranks": None}
 
 
+def in_a_process(act: Callable[[], dict[str, Any]], limit_s: float) -> Any:
+    """What a part of one process found: none may hold the others up."""
+    ours, theirs = _SPAWN.Pipe()
+    process = _SPAWN.Process(target=_said, args=(theirs, act))
+    process.start()
+    theirs.close()
+    try:
+        return ours.recv() if ours.poll(limit_s) else f"too late, not done in {limit_s:.0f} s"
+    except EOFError:
+        process.join(5)
+        return f"ended with {process.exitcode}"
+    finally:
+        process.kill()
+        process.join()
+
+
+def _said(pipe: Any, act: Callable[[], dict[str, Any]]) -> None:
+    faulthandler.dump_traceback_later(20, exit=False)  # where it hangs
+    try:
+        pipe.send(act())
+    except BaseException:
+        pipe.send({"failed": traceback.format_exc()[-3000:]})
+
+
 def main() -> None:
-    out, seconds = Path(sys.argv[1]), float(sys.argv[2])
+    *only, folder, limit = sys.argv[1:]
+    out, seconds = Path(folder), float(limit)
     deadline = time.monotonic() + seconds
     results: dict[str, Any] = {}
 
@@ -427,13 +476,17 @@ def main() -> None:
             print(f"{name} ({took:.1f} s): {json.dumps(result)[:3000]}", flush=True)
             (out / "comm.json").write_text(json.dumps(results, indent=1))
 
-    attempt("surroundings", lambda _: surroundings())
-    attempt("missing", lambda _: missing())
+    if not only:
+        attempt("surroundings", lambda left: in_a_process(surroundings, left))
     attempt("healthy", lambda left: run_pair("healthy", left))
-    attempt("alone", lambda _: alone())
+    if only:
+        sys.exit(0 if summarized("healthy", results["healthy"]) else 1)
+    # By itself: it looks at the GPU's free memory.
+    attempt("alone", lambda left: in_a_process(alone, min(left, 25.0)))
     # One process sees the second GPU alone, the other the first; then both in the other order; and
     # two ranks on one GPU, which NCCL refuses.
     side_by_side: dict[str, Act] = {
+        "missing": lambda left: in_a_process(missing, min(left, 20.0)),
         "die": lambda left: run_pair("die", min(left, 20.0)),
         "stop": lambda left: run_pair("stop", min(left, 20.0)),
         "hidden": lambda left: run_pair("exchange@hidden", left, (0, 0), ("1", "0")),
@@ -448,7 +501,14 @@ def main() -> None:
 
 def summarized(name: str, result: Any) -> bool:
     """Says what counts of a part; whether it is as it should be."""
-    judge = {"healthy": healthy_lines, "die": die_line, "stop": stop_line, "same_gpu": refused_line}
+    judge = {
+        "healthy": healthy_lines,
+        "alone": alone_line,
+        "missing": missing_line,
+        "die": die_line,
+        "stop": stop_line,
+        "same_gpu": refused_line,
+    }
     try:
         for line in judge.get(name, plain_line)(result):
             print(f"== {name}: {line}")
@@ -492,6 +552,20 @@ def die_line(result: Any) -> list[str]:
     return [f"killed peer: {survivor}; the other {result[1]}"]
 
 
+def missing_line(result: Any) -> list[str]:
+    assert result["ranks"] == [1], f"who is missing was not said: {result}"
+    return [f"a rank that does not come is named after {result['seconds']:.2f} s (limit 1 s)"]
+
+
+def alone_line(result: Any) -> list[str]:
+    assert result["right"], result
+    kept = {k: result["after"][k] - result["before"][k] for k in result["before"]}
+    assert kept["descriptors"] <= 2, f"descriptors stay: {kept}"
+    assert kept["threads"] <= 1, f"threads stay: {kept}"
+    assert kept["gpu_bytes"] < 64 << 20, f"GPU memory stays: {kept}"
+    return [f"one rank, {result['seconds_each']:.2f} s each; after 8 more stay {kept}"]
+
+
 def stop_line(result: Any) -> list[str]:
     assert "not done in" in result[0]["caught"], "the limit did not hold"
     assert result[1]["heard"] == "enough", "the word did not come"
@@ -507,7 +581,8 @@ def healthy_lines(result: Any) -> list[str]:
         f"plain NCCL copy: {plain:.1f} GB/s, best {best:.1f}",
         f"all_gather of 16 bytes: {taker['small_words']['all_gather_us']:.0f} us",
     ]
-    for part, name in (("kv_rows", "scattered"), ("kv_rows", "one run"), ("weights", "")):
+    parts = [("kv_rows", name) for name, done in taker["kv_rows"].items() if isinstance(done, dict)]
+    for part, name in (*parts, ("weights", "")):
         sent, came = (rank[part][name] if name else rank[part] for rank in (sender, taker))
         assert sent["digest"] == came["digest"], f"{part} {name}: what came is not what was sent"
         lines += [

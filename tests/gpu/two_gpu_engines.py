@@ -1,14 +1,22 @@
-"""Real SGLang on two GPUs: KV handed over by NCCL between two replicas, and one of TP 2.
+"""Real SGLang on two GPUs: KV and weights go over by NCCL between two replicas, and one of TP 2.
 
-    two_gpu_engines.py OUT SECONDS
+    two_gpu_engines.py ROLE OUT SECONDS
+    two_gpu_engines.py compare OUT
 
-Needs SGLang on PYTHONPATH and the plugin's entry point; see two_gpu_session.sh. Writes
-OUT/engines.json after each part.
+Roles, each an own process that may run beside the others:
+    hand_off    two replicas of one rank: the second takes the first's weights, then gives it its KV
+    tp2         two ranks with CUDA graphs: texts by policy, digests by NCCL, 10,000 steps
+    tp2_custom  the same with SGLang's own all-reduce, texts only
+`compare` holds the texts of the roles against each other. Needs SGLang on PYTHONPATH and the
+plugin's entry point; see two_gpu_session.sh. Writes OUT/engines_ROLE.json after each result.
+TWO_GPU_TOY=1 rehearses on a CPU.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import multiprocessing
 import os
 import sys
 import threading
@@ -21,12 +29,25 @@ from typing import Any
 os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"] = "0"  # it would wait in every step
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engine")]
 
+from engine_compare import first_difference  # noqa: E402
 from engine_cuda import CudaEngine  # noqa: E402
 from tp2_harness import Tp2Harness  # noqa: E402
 
+from overstory.workers.environment import prepare_process  # noqa: E402
+from overstory.workers.handoff.pieces import PIECE_BYTES  # noqa: E402
+
+TOY = os.environ.get("TWO_GPU_TOY") == "1"
+if TOY:
+    CudaEngine.device = "cpu"
 ROWS = 32
-NEW = 96
-CONTEXT = 2048
+NEW = 24 if TOY else 96
+CONTEXT = 256 if TOY else 2048
+POLICIES = ("plain", "chain", "tree-15", "tree-31")
+STEPS = 60 if TOY else 10_000
+START_S = 150.0
+KIND: Any = "tcp" if TOY else "nccl"
+NEAR = 0.13
+"""Log-probabilities closer than this may change places: two steps of bfloat16 logits above 8."""
 
 
 class CudaTp2(Tp2Harness, CudaEngine):
@@ -36,23 +57,33 @@ class CudaTp2(Tp2Harness, CudaEngine):
 
 
 def fields(drafter: str, **more: Any) -> dict[str, Any]:
-    return {
+    own = {
         "speculative_algorithm": "DDTREE",
         "speculative_draft_model_path": drafter,
         "speculative_num_draft_tokens": ROWS,
-        "attention_backend": "overstory",
-        "sampling_backend": "pytorch",
-        "disable_prefill_cuda_graph": True,
-        "disable_custom_all_reduce": True,
-        "cuda_graph_bs_decode": [1, 8],
         "max_running_requests": 8,
-        "max_total_tokens": 131072,
-        "mem_fraction_static": 0.25,
         "random_seed": 1,
-        "skip_server_warmup": True,
-        "page_size": 1,
-        "log_level": "info",
-    } | more
+    }
+    if TOY:
+        return own | {"context_length": 512, "max_total_tokens": 4096} | more
+    return (
+        own
+        | {
+            "attention_backend": "overstory",
+            "sampling_backend": "pytorch",
+            "disable_prefill_cuda_graph": True,
+            "disable_custom_all_reduce": True,
+            # SGLang would build it at the start, which takes minutes; may use NVLink multicast.
+            "enforce_disable_flashinfer_allreduce_fusion": True,
+            "cuda_graph_bs_decode": [1, 8],
+            "max_total_tokens": 131072,
+            "mem_fraction_static": 0.35,
+            "skip_server_warmup": True,
+            "page_size": 1,
+            "log_level": "info",
+        }
+        | more
+    )
 
 
 def pair() -> tuple[str, str]:
@@ -85,74 +116,246 @@ def greedy(tokens: int) -> dict[str, Any]:
     return {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
 
 
+# ------------------------------------------------------------------ texts
+
+
+def said(engine: Any, report: Callable[[str, Any], None], texts: list[list[int]]) -> None:
+    """Greedy texts by policy, then plain ones with the log-probabilities of the best two."""
+    found: dict[str, list[list[int]]] = {}
+    for name in POLICIES:
+        begun = time.perf_counter()
+        with under(name):
+            rids = [engine.submit(text, greedy(NEW)) for text in texts]
+            while not all(engine.outputs[rid].done for rid in rids):
+                engine.step_freely(8)
+        engine.step(3)
+        engine.flush_cache()
+        found[name] = [engine.outputs[rid].ids for rid in rids]
+        same = sum(a == b for a, b in zip(found[name], found["plain"], strict=True))
+        seconds = round(time.perf_counter() - begun, 2)
+        report(name, {"same_as_plain": same, "of": len(texts), "seconds": seconds})
+    with under("plain"):
+        rids = [
+            engine.submit(text, greedy(NEW), return_logprob=True, top_logprobs_num=2)
+            for text in texts
+        ]
+        engine.run(rids)
+    engine.flush_cache()
+    best = [[sorted(two.values()) for two in engine.outputs[rid].top_logprobs] for rid in rids]
+    report("gaps", [[round(two[-1] - two[0], 5) for two in one] for one in best])
+    report("gaps_of", [engine.outputs[rid].ids for rid in rids])
+    report("texts", found)
+
+
+def compare(out: Path) -> list[str]:
+    """Texts of all roles against those of one rank: equal, or parted where two tokens tie."""
+    roles = {
+        file.stem.removeprefix("engines_"): json.loads(file.read_text())
+        for file in sorted(out.glob("engines_*.json"))
+    }
+    base = roles.get("hand_off", {}).get("texts")
+    lines = []
+    for role, found in roles.items():
+        for policy, texts in (found.get("texts") or {}).items():
+            for against, wanted in (("TP 1 plain", base and base["plain"]), ("own plain", None)):
+                if wanted is None:
+                    wanted = found["texts"]["plain"]
+                    if against != "own plain":
+                        continue
+                gaps = found if against == "own plain" else roles["hand_off"]
+                lines.append(f"== {role} {policy} against {against}: {_apart(texts, wanted, gaps)}")
+    return lines
+
+
+def _apart(texts: list[list[int]], wanted: list[list[int]], gaps: dict[str, Any]) -> str:
+    equal, near, far = 0, [], []
+    for i, (a, b) in enumerate(zip(texts, wanted, strict=True)):
+        at = first_difference(a, b)
+        if at is None:
+            equal += 1
+            continue
+        known = first_difference(gaps["gaps_of"][i], b)
+        gap = gaps["gaps"][i][at] if known is None or known > at else None
+        (near if gap is not None and gap < NEAR else far).append((i, at, gap))
+    return f"{equal} of {len(texts)} equal; at a near tie {near}; OTHERS {far}"
+
+
 # ------------------------------------------------------------------ hand-off
 
 
-def hand_off(report: Callable[[str, Any], None]) -> None:
-    """Sixteen sequences move from GPU 1 to GPU 0, with their KV and without."""
-    from handoff_support import OtherReplica, close_peer, command, connect
+class GivingEngine(CudaEngine):
+    """Its weights can be taken by others."""
 
-    from overstory.workers.defrag.audit import audit
+    def __init__(self, model: str, **arguments: Any) -> None:
+        from handoff_support import _PEERS
+
+        from overstory.workers.handoff.loading import SHELF, patches
+
+        for patch in patches():
+            patch.install()
+        SHELF.rank = "0/1"
+        _PEERS._answers["weights"] = SHELF.give  # type: ignore[index]
+        super().__init__(model, **arguments)
+        assert all(patch.taken() for patch in patches())
+
+
+class TakingEngine(GivingEngine):
+    """Takes its weights from another, once that is up.
+
+    Args:
+        ticket: of the other's communicator `weights`; empty: from disk.
+        up: file that is there once it serves.
+    """
+
+    def __init__(self, model: str, ticket: bytes, up: str, **arguments: Any) -> None:
+        from handoff_support import _PEERS
+
+        from overstory.workers.handoff.loading import SHELF
+
+        if self.device == "cuda":
+            import torch
+
+            torch.cuda.set_device(self.first_gpu)
+        import sglang.srt.managers.scheduler  # noqa: F401  # while the other one starts
+
+        # Where the file never comes, it is loaded from disk.
+        deadline = time.monotonic() + START_S
+        while not Path(up).exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        try:
+            _PEERS.open("weights", KIND, ticket, 30.0, 30.0, PIECE_BYTES[KIND])
+            SHELF.source = _PEERS.taker("weights")
+        except Exception as error:
+            SHELF.reason = f"did not meet: {error}"
+        begun = time.perf_counter()
+        super().__init__(model, **arguments)
+        self._started_s = time.perf_counter() - begun
+        SHELF.source = None
+        _PEERS.close("weights")
+
+    def weights(self) -> dict[str, Any]:
+        """Where they came from."""
+        from overstory.workers.handoff.loading import SHELF
+
+        return {
+            "bytes": SHELF.taken.bytes,
+            "seconds": SHELF.taken.seconds,
+            "disk": SHELF.reason,
+            "start_s": self._started_s,
+        }
+
+
+def hand_off(report: Callable[[str, Any], None], out: Path, deadline: float) -> None:
+    """One replica's weights go to the other, whose sequences then come back with their KV."""
+    del deadline
+    from handoff_support import _PEERS, OtherReplica
 
     target, drafter = pair()
+    up = out / "replica.up"
+    up.unlink(missing_ok=True)
+    ticket = _PEERS.offer("weights")
+    begun = time.perf_counter()
     other: list[Any] = []
 
     def start_other() -> None:
-        other.append(OtherReplica(target, CudaEngine, 1, **fields(drafter, port=32900)))
+        given = fields(drafter, port=32900, ticket=ticket, up=str(up))
+        other.append(OtherReplica(target, TakingEngine, 0 if TOY else 1, **given))
 
     starting = threading.Thread(target=start_other)
     starting.start()
-    here = CudaEngine(target, **fields(drafter, port=31900))
+    here = GivingEngine(target, **fields(drafter, port=31900))
+    report("start_s", round(time.perf_counter() - begun, 1))
+    up.touch()
+    _give_weights(report)
+    said(here, report, prompts(8, 128))
     starting.join()
     there = other[0]
     try:
-        with under("tree-15"):
-            texts = prompts(8, CONTEXT - 2 * NEW)
-            rids = [f"moved-{i}" for i in range(len(texts))]
-            for rid, text in zip(rids, texts, strict=True):
-                there.call("submit", text, greedy(2 * NEW), rid=rid)
-            there.call("step_freely", 24)
-            for rid in rids:
-                there.call("abort", rid)
-            there.call("step", 4)
-            committed = [there.output(rid).ids for rid in rids]
-            sofar = [text + ids for text, ids in zip(texts, committed, strict=True)]
-            report("committed", [len(ids) for ids in committed])
-            whole = here.generate(texts, greedy(2 * NEW))
-            here.flush_cache()
-            report("without", resumed(here, sofar, texts, committed, whole))
-            here.flush_cache()
-            asked = {
-                "key": "k",
-                "texts": [{"rid": r, "tokens": t} for r, t in zip(rids, sofar, strict=True)],
-            }
-            held = there.call("at_boundary", command, "kv_hold", asked)[0]
-            begun = time.perf_counter()
-            connect(here, there, "k")
-            report("connect_s", time.perf_counter() - begun)
-            cut = [text[:n] for text, n in zip(sofar, held["lengths"], strict=True)]
-            taken = {"key": "k", "name": "k", "texts": cut, "budget": 1 << 34}
-            done = here.at_boundary(command, "kv_take", taken)[0]
-            here.at_boundary(audit)
-            report("taken", done | {"gb_s": done["bytes"] / max(done["seconds"], 1e-9) / 1e9})
-            there.call("at_boundary", command, "kv_let_go", {"key": "k"})
-            here.at_boundary(close_peer, "k")
-            there.call("at_boundary", close_peer, "k")
-            report("with", resumed(here, sofar, texts, committed, whole))
-            here.assert_no_leak()
+        report("weights", there.call("weights"))
+        _move(report, here, there)
     finally:
         there.close()
         here.close()
 
 
+def _give_weights(report: Callable[[str, Any], None]) -> None:
+    from handoff_support import _PEERS
+
+    try:
+        if not TOY:
+            import torch
+
+            torch.cuda.set_device(0)
+        _PEERS.open("weights", KIND, None, START_S, 30.0, PIECE_BYTES[KIND])
+    except Exception:
+        report("weights_failed", traceback.format_exc()[-3000:])
+
+
+def _move(report: Callable[[str, Any], None], here: Any, there: Any) -> None:
+    """Eight sequences, gone on with here with their KV and without."""
+    from handoff_support import close_peer, command, connect
+
+    from overstory.workers.defrag.audit import audit
+
+    with under("tree-15"):
+        texts = prompts(4 if TOY else 8, CONTEXT - 2 * NEW)
+        rids = [f"moved-{i}" for i in range(len(texts))]
+        for rid, text in zip(rids, texts, strict=True):
+            there.call("submit", text, greedy(2 * NEW), rid=rid)
+        there.call("step_freely", 8 if TOY else 20)
+        for rid in rids:
+            there.call("abort", rid)
+        there.call("step", 4)
+        committed = [there.output(rid).ids for rid in rids]
+        under_way = [i for i, ids in enumerate(committed) if 0 < len(ids) < 2 * NEW]
+        rids, texts, committed = ([one[i] for i in under_way] for one in (rids, texts, committed))
+        sofar = [text + ids for text, ids in zip(texts, committed, strict=True)]
+        report("committed", [len(ids) for ids in committed])
+        whole = here.generate(texts, greedy(2 * NEW))
+        for way in ("without", "without again"):  # The first may compile something.
+            here.flush_cache()
+            report(way, resumed(here, sofar, committed, whole)[0])
+        here.flush_cache()
+        computed = resumed(here, sofar, committed, whole)[1]
+        asked = {
+            "key": "k",
+            "texts": [{"rid": r, "tokens": t} for r, t in zip(rids, sofar, strict=True)],
+        }
+        held = there.call("at_boundary", command, "kv_hold", asked)[0]
+        begun = time.perf_counter()
+        connect(here, there, "k")
+        report("connect_s", time.perf_counter() - begun)
+        cut = [text[:n] for text, n in zip(sofar, held["lengths"], strict=True)]
+        report("held", held["lengths"])
+        for way in ("first", "again"):
+            here.flush_cache()
+            taken = {"key": "k", "name": "k", "texts": cut, "budget": 1 << 34}
+            done = here.at_boundary(command, "kv_take", taken)[0]
+            here.at_boundary(audit)
+            gb_s = done["bytes"] / max(done["seconds"], 1e-9) / 1e9
+            report(f"taken {way}", done | {"gb_s": gb_s})
+        there.call("at_boundary", command, "kv_let_go", {"key": "k"})
+        here.at_boundary(close_peer, "k")
+        there.call("at_boundary", close_peer, "k")
+        found, moved = resumed(here, sofar, committed, whole)
+        found["as_without"] = sum(a == b for a, b in zip(moved, computed, strict=True))
+        found["parts_from_without_at"] = [
+            first_difference(a, b) for a, b in zip(moved, computed, strict=True)
+        ]
+        report("with", found)
+        here.assert_no_leak()
+        there.call("assert_no_leak")
+        report("no_leak", True)
+
+
 def resumed(
     here: Any,
     sofar: list[list[int]],
-    texts: list[list[int]],
     committed: list[list[int]],
     whole: list[list[int]],
-) -> dict[str, Any]:
-    """Goes on with the sequences: time to the first tokens, cached tokens, texts that differ."""
+) -> tuple[dict[str, Any], list[list[int]]]:
+    """Goes on with the sequences: time to the first tokens, cached tokens, how many texts are as if
+    nothing had been cut; and the texts."""
     begun = time.perf_counter()
     rids = [
         here.submit(tokens, greedy(2 * NEW - len(ids)))
@@ -172,48 +375,80 @@ def resumed(
         "tokens": [len(tokens) for tokens in sofar],
         "same_text": sum(same),
         "of": len(same),
-    }
+    }, [here.outputs[rid].ids for rid in rids]
 
 
 # ------------------------------------------------------------------ TP 2
 
 
-def tp2(report: Callable[[str, Any], None], deadline: float) -> None:
-    """DDTREE on two ranks with graphs: texts as plain decoding's, and ranks that stay alike."""
-    target, drafter = pair()
-    engine = CudaTp2(target, **fields(drafter, port=33900))
+class _Chain:
+    """Digests of a rank, made up."""
+
+    def __init__(self, head: int) -> None:
+        self._head = head
+
+    def head(self) -> tuple[int, int]:
+        return 1, self._head
+
+
+def digests(scheduler: Any, times: int, differ: bool) -> dict[str, Any]:
+    """On every rank: what comparing digests costs, or what a rank that differs hears."""
+    import torch
+
+    from overstory.workers.digest_gather import DigestGather
+    from overstory.workers.gate import RanksDiverged
+
+    rank = scheduler.ps.tp_rank
+    gather = DigestGather(
+        rank,
+        _Chain(7 + differ * rank),  # type: ignore[arg-type]
+        KIND,
+        lambda: torch.device("cuda", torch.cuda.current_device()),
+        lambda: "127.0.0.1",
+    )
     try:
-        texts = prompts(8, 128)
-        said: dict[str, list[list[int]]] = {}
-        for name in ("plain", "chain", "tree-15", "tree-31"):
-            with under(name):
-                begun = time.perf_counter()
-                rids = [engine.submit(text, greedy(NEW)) for text in texts]
-                while not all(engine.outputs[rid].done for rid in rids):
-                    engine.step_freely(8)
-                said[name] = [engine.outputs[rid].ids for rid in rids]
-                same = sum(a == b for a, b in zip(said[name], said["plain"], strict=True))
-                seconds = time.perf_counter() - begun
-                report(name, {"same_as_plain": same, "of": len(texts), "seconds": seconds})
-            engine.step(3)
-            engine.flush_cache()
+        gather.compare(scheduler.tp_group)
+        begun = time.perf_counter()
+        for _ in range(times):
+            gather.compare(scheduler.tp_group)
+        each = (time.perf_counter() - begun) / max(times, 1)
+        return {"rank": rank, "us": round(each * 1e6, 1), "diverged": ""}
+    except RanksDiverged as error:
+        return {"rank": rank, "us": 0.0, "diverged": str(error)}
+    finally:
+        gather.close()
+
+
+def tp2(report: Callable[[str, Any], None], out: Path, deadline: float, **more: Any) -> None:
+    """DDTREE on two ranks with graphs: texts by policy, digests, and ranks that stay alike."""
+    del out
+    target, drafter = pair()
+    begun = time.perf_counter()
+    engine = CudaTp2(target, **fields(drafter, port=33900, **more))
+    report("start_s", round(time.perf_counter() - begun, 1))
+    try:
+        said(engine, report, prompts(8, 128))
         engine.assert_no_leak()
-        report("steps_alike", long_run(engine, deadline))
+        if not more:
+            report("digests", engine.at_boundary(digests, 200, False))
+            report("digests_differ", engine.at_boundary(digests, 0, True))
+            long_run(engine, report, deadline)
     finally:
         engine.close()
 
 
-def long_run(engine: Any, deadline: float) -> dict[str, Any]:
-    """Steps as long as there is time, sampled and greedy, of all policies in turn; each round ends
-    with the ranks compared."""
-    rounds, names = 0, ("tree-31", "chain", "tree-15", "plain")
+def long_run(engine: Any, report: Callable[[str, Any], None], deadline: float) -> None:
+    """Steps, sampled and greedy, of all policies in turn; each round ends with the ranks compared:
+    forwards, free slots in order, cached slots, all texts."""
+    rounds, forwards, names = 0, 0, ("tree-31", "chain", "tree-15", "plain")
     begun, first = time.monotonic(), engine.scheduler.forward_ct
-    while time.monotonic() < deadline - 8:
+    while forwards < STEPS and time.monotonic() < deadline - 8:
         with under(names[rounds % len(names)]):
+            length = NEW if TOY else 400
             rids = [
                 engine.submit(
                     text,
-                    greedy(400)
+                    greedy(length)
                     | ({"temperature": 1.0, "sampling_seed": rounds * 8 + i} if i % 2 else {}),
                 )
                 for i, text in enumerate(prompts(8, 64 + rounds % 32))
@@ -224,33 +459,42 @@ def long_run(engine: Any, deadline: float) -> dict[str, Any]:
         engine.assert_no_leak()
         engine.flush_cache()
         rounds += 1
-    steps = engine.scheduler.forward_ct - first
-    return {"forwards": steps, "rounds": rounds, "seconds": time.monotonic() - begun}
+        forwards = engine.scheduler.forward_ct - first
+        seconds = round(time.monotonic() - begun, 1)
+        if rounds % 10 == 0 or forwards >= STEPS:
+            report("steps_alike", {"forwards": forwards, "rounds": rounds, "seconds": seconds})
+
+
+ROLES: dict[str, Callable[..., None]] = {
+    "hand_off": hand_off,
+    "tp2": tp2,
+    "tp2_custom": lambda *given: tp2(*given, disable_custom_all_reduce=False),
+}
 
 
 def main() -> None:
-    out, begun = Path(sys.argv[1]), time.monotonic()
-    deadline = begun + float(sys.argv[2])
+    role, out, begun = sys.argv[1], Path(sys.argv[2]), time.monotonic()
+    if role == "compare":
+        print("\n".join(compare(out)))
+        return
+    prepare_process(CudaEngine.device)  # before anything imports SGLang
+    seconds = float(sys.argv[3])
+    faulthandler.dump_traceback_later(max(5.0, seconds - 6), exit=False)
     results: dict[str, Any] = {}
 
-    def part(name: str, act: Callable[[Callable[[str, Any], None]], None]) -> None:
-        results[name] = {}
+    def report(what: str, value: Any) -> None:
+        results[what] = value
+        at = time.monotonic() - begun
+        shown = "..." if what in ("texts", "gaps", "gaps_of") else json.dumps(value)[-1500:]
+        print(f"== [{at:.0f} s] {role} {what}: {shown}", flush=True)
+        (out / f"engines_{role}.json").write_text(json.dumps(results, indent=1))
 
-        def report(what: str, value: Any) -> None:
-            results[name][what] = value
-            print(
-                f"== [{time.monotonic() - begun:.0f} s] {name} {what}: {json.dumps(value)[-1500:]}",
-                flush=True,
-            )
-            (out / "engines.json").write_text(json.dumps(results, indent=1))
-
-        try:
-            act(report)
-        except BaseException:
-            report("failed", traceback.format_exc()[-6000:])
-
-    part("hand_off", hand_off)
-    part("tp2", lambda report: tp2(report, deadline))
+    try:
+        ROLES[role](report, out, begun + seconds)
+    except BaseException:
+        report("failed", traceback.format_exc()[-6000:])
+    for child in multiprocessing.active_children():
+        child.kill()
     os._exit(0)  # Whatever a failed part has left must not hold the machine.
 
 

@@ -20,7 +20,7 @@ from overstory.workers.collectives.errors import (
 )
 from overstory.workers.collectives.meeting import Door, Line, Seat, meet
 
-_POLL_S = (20e-6, 1e-3)
+_POLL_S = (20e-6, 200e-6)
 """Shortest and longest pause between two looks at a transfer."""
 
 

@@ -120,7 +120,10 @@ class Conveyor:
             yield [_Lane(torch.empty(size, dtype=torch.uint8))]
             return
         current = torch.cuda.current_stream(self._device)
-        carry, fill = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
+        # When a piece has arrived the next one may go and the free staging be filled, at once: of
+        # equal priority the many blocks of the filling would have their turn before NCCL's few.
+        carry = torch.cuda.Stream(self._device, priority=-1)
+        fill = torch.cuda.Stream(self._device)
         carry.wait_stream(current)
         fill.wait_stream(current)
         try:

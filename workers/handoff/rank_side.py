@@ -92,7 +92,10 @@ class RankSide:
     ) -> None:
         """See `Peers.open`."""
         from overstory.workers.handoff.pieces import PIECE_BYTES
+        from overstory.workers.handoff.row_kernel import prepare
 
+        if kind == "nccl":
+            prepare(self._torch_device())
         self._peers.open(name, kind, ticket, init_s, transfer_s, PIECE_BYTES[kind])
 
     def close(self, name: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from overstory.workers.handoff.pieces import Piece
+from overstory.workers.handoff.row_kernel import RowKernel
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -25,12 +26,15 @@ class RowTable:
     def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
         flat = [_flat(buffer) for buffer in buffers]
         word = next(w for w in _WORDS if all(rows.shape[1] % w.itemsize == 0 for rows in flat))
-        self._rows = [rows.view(word) for rows in flat]
-        self.row_bytes = sum(rows.shape[1] * rows.element_size() for rows in self._rows)
+        rows = [one.view(word) for one in flat]
+        self._groups = [
+            _Group(list(alike)) for _, alike in itertools.groupby(rows, key=lambda r: r.shape[1])
+        ]
+        self.row_bytes = sum(group.row_bytes * len(group.rows) for group in self._groups)
 
     def described(self) -> list[int]:
         """Bytes of a row in each tensor: alike on both sides, or rows mean different things."""
-        return [rows.shape[1] * rows.element_size() for rows in self._rows]
+        return [group.row_bytes for group in self._groups for _ in group.rows]
 
     def gather(self, slots: torch.Tensor, piece_bytes: int) -> Iterator[Piece]:
         """Pieces that fill a staging with the rows of `slots` int64 [n]."""
@@ -48,33 +52,44 @@ class RowTable:
         return piece_bytes // self.row_bytes
 
     def _mover(self, slots: torch.Tensor, taking_out: bool) -> _Mover:
-        return _Mover(self._rows, slots, taking_out)
+        return _Mover(self._groups, slots, taking_out)
+
+
+class _Group:
+    """Tensors of one row size that follow each other, and what moves their rows."""
+
+    def __init__(self, rows: list[torch.Tensor]) -> None:
+        self.rows = rows
+        self.row_bytes = rows[0].shape[1] * rows[0].element_size()
+        self._kernel = RowKernel.of(rows)
+
+    def move(self, slots: torch.Tensor, stretch: torch.Tensor, taking_out: bool) -> None:
+        """Rows of all tensors to the stretch uint8, tensor after tensor, or from there."""
+        if self._kernel is not None and stretch.device == self.rows[0].device:
+            self._kernel.move(slots, stretch, taking_out)
+            return
+        # Cut at once: with many layers the host's time for it would be longer than the copy's.
+        cut = stretch.view(self.rows[0].dtype).view(len(self.rows), len(slots), -1)
+        for rows, part in zip(self.rows, cut.unbind(0), strict=True):
+            if taking_out:
+                rows.index_copy_(0, slots, part.to(rows.device))
+            elif part.device == rows.device:
+                torch.index_select(rows, 0, slots, out=part)
+            else:
+                part.copy_(rows.index_select(0, slots))
 
 
 class _Mover:
-    """Layer after layer of some rows, to or from a staging on any device."""
+    """Tensor after tensor of some rows, to or from a staging on any device."""
 
-    def __init__(self, rows: list[torch.Tensor], slots: torch.Tensor, taking_out: bool) -> None:
-        self._rows, self._slots, self._taking_out = rows, slots, taking_out
+    def __init__(self, groups: list[_Group], slots: torch.Tensor, taking_out: bool) -> None:
+        self._groups, self._slots, self._taking_out = groups, slots, taking_out
 
     def __call__(self, staging: torch.Tensor) -> None:
-        for rows, part in zip(self._rows, self._parts(staging), strict=True):
-            if self._taking_out:
-                rows.index_copy_(0, self._slots, part.to(rows.device))
-            elif part.device == rows.device:
-                torch.index_select(rows, 0, self._slots, out=part)
-            else:
-                part.copy_(rows.index_select(0, self._slots))
-
-    def _parts(self, staging: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The staging's stretch of each tensor. Tensors of one row size are cut at once: with many
-        layers the host's time for it would be longer than a GPU's for the copy."""
-        at, count = 0, len(self._slots)
-        for words, tensors in itertools.groupby(self._rows, key=lambda rows: rows.shape[1]):
-            alike = list(tensors)
-            size = len(alike) * count * words * alike[0].element_size()
-            stretch = staging[at : at + size].view(alike[0].dtype)
-            yield from stretch.view(len(alike), count, words).unbind(0)
+        at = 0
+        for group in self._groups:
+            size = len(group.rows) * len(self._slots) * group.row_bytes
+            group.move(self._slots, staging[at : at + size], self._taking_out)
             at += size
 
 

@@ -1,0 +1,220 @@
+"""Two replicas of one rank of Kimi-K2.6 on two GPUs: KV of long prompts and all weights go over.
+
+    two_gpu_kimi.py hand_off OUT SECONDS
+
+All 61 layers at a rank's shapes (`slice_config.py`), made-up weights, KV of every layer. What the
+KV replaces is measured in the same run: the prefill of the same tokens. Needs SGLang on PYTHONPATH
+and the plugin's entry point; see two_gpu_session.sh. Writes OUT/kimi_hand_off.json as it goes.
+TWO_GPU_TOY=1 rehearses on a CPU.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import multiprocessing
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engine")]
+
+from slice_config import published, rank_drafter, rank_target, toy, write_pair  # noqa: E402
+from slice_engine import SliceEngine, leave_other_models  # noqa: E402
+
+TOY = os.environ.get("TWO_GPU_TOY") == "1"
+if TOY:
+    SliceEngine.device = "cpu"
+ROWS = 16
+LENGTHS = (200, 400) if TOY else (8192, 32768)
+KIND: Any = "tcp" if TOY else "nccl"
+LAYERS = int(os.environ.get("TWO_GPU_KIMI_LAYERS", "61"))
+
+
+class KimiEngine(SliceEngine):
+    """A rank's engine by the folder of its pair."""
+
+    def __init__(self, folder: str, **arguments: Any) -> None:
+        if self.device == "cuda":
+            import torch
+
+            torch.cuda.set_device(self.first_gpu)
+        pair = (f"{folder}/target", f"{folder}/drafter")
+        super().__init__(pair, ROWS, 0, False, 20.0, **arguments)
+
+
+def fields(port: int) -> dict[str, Any]:
+    if TOY:
+        return {"context_length": 4096, "max_total_tokens": 4096, "port": port}
+    return {
+        "context_length": 65536,
+        "max_total_tokens": 2 * max(LENGTHS) + 4096,
+        "max_running_requests": 4,
+        "cuda_graph_bs_decode": [1],
+        "chunked_prefill_size": 8192,
+        "mem_fraction_static": 0.85,
+        "port": port,
+    }
+
+
+def prompt(length: int) -> list[int]:
+    import random
+
+    draw = random.Random(length)
+    return [draw.randrange(5, 2000) for _ in range(length)]
+
+
+def asked(tokens: int) -> dict[str, Any]:
+    return {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+
+
+def first_token_s(engine: Any, tokens: list[int]) -> float:
+    """Seconds from a request to its first token."""
+    begun = time.perf_counter()
+    rid = engine.submit(tokens, asked(4))
+    for _ in range(2000):
+        engine.step()
+        if engine.outputs[rid].ids or engine.outputs[rid].refused:
+            break
+    seconds = time.perf_counter() - begun
+    assert engine.outputs[rid].ids, engine.outputs[rid].refused
+    engine.run([rid])
+    return seconds
+
+
+# ------------------------------------------------------------------ on the ranks
+
+
+def serve_weights(scheduler: Any) -> int:
+    """The target's memory can be asked for."""
+    from handoff_support import _PEERS
+
+    from overstory.workers.handoff.weights import WeightTable
+
+    table = WeightTable(scheduler.model_worker.model_runner.model)
+    _PEERS._answers["weights"] = lambda order, size: (  # type: ignore[index]
+        table.gather(size),
+        lambda: True,
+    )
+    return table.bytes
+
+
+def take_weights(scheduler: Any, name: str) -> dict[str, Any]:
+    """The target's memory from the other replica; whether it is what it was (both are alike)."""
+    import torch
+    from handoff_support import _PEERS
+
+    from overstory.workers.handoff.weights import WeightTable
+
+    table = WeightTable(scheduler.model_worker.model_runner.model)
+    before = [int(memory.view(-1)[: 1 << 20].long().sum()) for memory in table._memory]
+    with torch.inference_mode():
+        for memory in table._memory[:50]:
+            memory.zero_()
+        taker = _PEERS.taker(name)
+        done = taker.take({"what": "weights"}, table.scatter(taker.piece_bytes))
+    after = [int(memory.view(-1)[: 1 << 20].long().sum()) for memory in table._memory]
+    return {"bytes": done.bytes, "seconds": done.seconds, "same": before == after}
+
+
+def hand_off(report: Callable[[str, Any], None], out: Path) -> None:
+    """Prompts that one replica has computed go to the other."""
+    from handoff_support import OtherReplica, close_peer, command, connect
+
+    target, drafter = toy() if TOY else (published("kimi-k2.6"), published("kimi-k2.6-dflash"))
+    ranks = 2 if TOY else 8
+    own = rank_target(target, ranks, None if TOY else LAYERS, quantised=not TOY)
+    write_pair(out / "kimi", own, rank_drafter(drafter, own, ranks))
+    folder, begun, other = str(out / "kimi"), time.perf_counter(), []
+
+    def start_other() -> None:
+        other.append(OtherReplica(folder, KimiEngine, 0 if TOY else 1, **fields(32900)))
+
+    starting = threading.Thread(target=start_other)
+    starting.start()
+    here = KimiEngine(folder, **fields(31900))
+    starting.join()
+    there = other[0]
+    report("start_s", round(time.perf_counter() - begun, 1))
+    report("layers", here.worker.model_runner.model_config.num_hidden_layers)
+    try:
+        first_token_s(here, prompt(300))  # whatever is built at the first prefill
+        connect(here, there, "k", 60.0)
+        there.call("generate", [prompt(LENGTHS[0])], asked(1))
+        for length in LENGTHS:
+            tokens = prompt(length)
+            there.call("generate", [tokens], asked(1))
+            key = f"k{length}"
+            texts = [{"rid": "none", "tokens": tokens}]
+            held = there.call("at_boundary", command, "kv_hold", {"key": key, "texts": texts})[0]
+            found: dict[str, Any] = {"tokens": length, "held": held["lengths"][0]}
+            here.flush_cache()
+            found["prefill_s"] = first_token_s(here, tokens)
+            for number in range(3):
+                here.flush_cache()
+                taken = {
+                    "key": key,
+                    "name": "k",
+                    "texts": [tokens[: held["lengths"][0]]],
+                    "budget": 1 << 30,
+                }
+                boundaries, total, seconds, begun = 0, 0, 0.0, time.perf_counter()
+                while True:
+                    done = here.at_boundary(command, "kv_take", taken)[0]
+                    boundaries, total = boundaries + 1, total + done["bytes"]
+                    seconds += done["seconds"]
+                    if done["done"]:
+                        break
+                found[f"taken {number}"] = {
+                    "bytes": total,
+                    "seconds": seconds,
+                    "wall_s": time.perf_counter() - begun,
+                    "gb_s": total / max(seconds, 1e-9) / 1e9,
+                    "boundaries": boundaries,
+                    "failed": done["failed"],
+                }
+                if number == 2:
+                    found["first_token_with_s"] = first_token_s(here, tokens)
+            there.call("at_boundary", command, "kv_let_go", {"key": key})
+            report(f"kv of {length}", found)
+        report("weights_bytes", there.call("at_boundary", serve_weights)[0])
+        report("weights", here.at_boundary(take_weights, "k")[0])
+        here.at_boundary(close_peer, "k")
+        there.call("at_boundary", close_peer, "k")
+    finally:
+        there.close()
+        here.close()
+
+
+def main() -> None:
+    out, begun = Path(sys.argv[2]), time.monotonic()
+    seconds = float(sys.argv[3])
+    faulthandler.dump_traceback_later(max(5.0, seconds - 6), exit=False)
+    results: dict[str, Any] = {}
+
+    def report(what: str, value: Any) -> None:
+        results[what] = value
+        at = time.monotonic() - begun
+        print(f"== [{at:.0f} s] kimi {what}: {json.dumps(value)[-1500:]}", flush=True)
+        (out / "kimi_hand_off.json").write_text(json.dumps(results, indent=1))
+
+    try:
+        from overstory.workers.environment import prepare_process
+
+        prepare_process(SliceEngine.device)
+        leave_other_models()
+        hand_off(report, out)
+    except BaseException:
+        report("failed", traceback.format_exc()[-6000:])
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
