@@ -9,9 +9,17 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from ddtree_support import GREEDY, check_scripted, random_prompts, run_under, server_args
+from ddtree_support import (
+    GREEDY,
+    check_scripted,
+    policy,
+    random_prompts,
+    run_under,
+    server_args,
+)
 from graph_standin import RerunRecorder, capture, capture_steps, put_backends
 
+from overstory.workers.defrag.audit import audit
 from overstory.workers.step_stats import STATS
 
 if TYPE_CHECKING:
@@ -33,13 +41,17 @@ class Captured:
         self.recorder: RerunRecorder = capture_steps(engine, SIZES)
 
 
-@pytest.fixture(scope="module")
-def captured(pair: tuple[str, str], no_shared_engine: None) -> Iterator[Captured]:
+@pytest.fixture(
+    scope="module", params=[1, pytest.param(16, marks=FULL)], ids=["slots", "pages-of-16"]
+)
+def captured(
+    request: pytest.FixtureRequest, pair: tuple[str, str], no_shared_engine: None
+) -> Iterator[Captured]:
     from harness import EngineHarness
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         put_backends(monkeypatch, ROWS)
-        harness = EngineHarness(pair[0], **server_args(pair[1], ROWS))
+        harness = EngineHarness(pair[0], **server_args(pair[1], ROWS, page_size=request.param))
         yield Captured(harness, monkeypatch)
         harness.close()
 
@@ -123,3 +135,15 @@ def test_log_probabilities_need_parts(captured: Captured) -> None:
     engine.run([rid])
     assert captured.recorder.replays == before
     assert len(engine.outputs[rid].top_logprobs) == 6
+
+
+def test_what_captured_steps_keep_is_known_to_those_who_move_rows(captured: Captured) -> None:
+    """Tensors whose addresses a graph holds: none keeps slot numbers between steps."""
+    with policy("tree-15"):
+        rid = captured.engine.submit(_prompts(1)[0], GREEDY | {"max_new_tokens": 40})
+        before = captured.recorder.replays
+        captured.engine.step(4)
+        assert captured.recorder.replays > before, "a whole step ran"
+        captured.engine.at_boundary(audit)
+        captured.engine.run([rid])
+    captured.engine.assert_no_leak()

@@ -80,6 +80,9 @@ NO_SLOTS = {
     "GenerationBatchResult.future_indices",
     "GenerationBatchResult.new_seq_lens",
     "GenerationBatchResult.next_token_ids",
+    "GraphedCandidates._all",
+    "GraphedCandidates._status",
+    "GraphedCandidates._workspace",
     "MHATokenToKVPool.data_strides",
     "MLATokenToKVPool.data_strides",
     "ReqToTokenPool.req_generation",
@@ -93,6 +96,9 @@ NO_SLOTS = {
     "ScheduleBatch.req_pool_indices_cpu",
     "ScheduleBatch.seq_lens",
     "ScheduleBatch.seq_lens_cpu",
+    "StepInputs.ids",
+    "StepInputs.live",
+    "StepInputs.sampling",
 }
 
 _LOOKED_THROUGH = (
