@@ -100,6 +100,7 @@ def streams(broken: Deployment, texts: dict[str, str]) -> Iterator[dict[str, Any
     assert {key: stream.result() for key, stream in under_way.items()} == texts
     broken.await_whole(REPLICAS)
     assert len(broken.rank_processes()) == REPLICAS, "a rank of a dead replica is left"
+    wait_until(lambda: len(placement_groups()) == REPLICAS, 30, "a dead replica's group to go")
     assert not dead_fronts()
 
 
