@@ -114,7 +114,6 @@ _RESERVED_ON_CPU = {
 }
 _FIXED_AT_ONE = {
     "pp_size": "DFlash drafting cannot cross pipeline stages",
-    "page_size": "a tree's accepted path is compacted slot by slot",
 }
 _AT_LEAST = {"tp_size": 1, "ep_size": 1}
 # Names that our plugin adds to SGLang's own lists.
@@ -230,6 +229,8 @@ def _check_value(name: str, value: Any) -> Any:
         raise _fault(name, f"got {wrong[0]!r}, wanted one of: {listed}")
     if name in _AT_LEAST and value < _AT_LEAST[name]:
         raise _fault(name, f"got {value}, wanted at least {_AT_LEAST[name]}")
+    if name == "page_size" and (value < 1 or value & (value - 1)):
+        raise _fault(name, f"got {value}, wanted a power of two: 1, 16, 64, ...")
     if name in _FIXED_AT_ONE and value not in (None, 1):
         raise _fault(name, f"got {value!r}, wanted 1: {_FIXED_AT_ONE[name]}")
     return value
@@ -243,6 +244,17 @@ def _check_one(key: str, value: Any, device: str, taken: Mapping[str, Any]) -> t
     if name in taken:
         raise _fault(key, f"is `{name}`, which is given twice; keep one")
     return name, _check_value(name, value)
+
+
+def _faults_between(checked: Mapping[str, Any]) -> list[str]:
+    """Values that are right by themselves and do not go together."""
+    page, chunk = checked.get("page_size") or 1, checked.get("chunked_prefill_size") or 0
+    if chunk <= 0 or chunk % page == 0:
+        return []
+    return [
+        f"engine.chunked_prefill_size: got {chunk}, wanted a multiple of engine.page_size "
+        f"({page}), for example {-(-chunk // page) * page}"
+    ]
 
 
 def check_engine_args(given: Mapping[str, Any], device: str) -> dict[str, Any]:
@@ -265,6 +277,7 @@ def check_engine_args(given: Mapping[str, Any], device: str) -> dict[str, Any]:
             faults.append(str(fault))
         else:
             checked[name] = checked_value
+    faults += _faults_between(checked)
     if faults:
         raise EngineArgError("\n".join(faults))
     return checked

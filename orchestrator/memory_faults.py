@@ -33,7 +33,8 @@ def _pool_fault(
     args = settings.server_args
     rows = 2 * (args.get("speculative_num_draft_tokens") or 1)
     wanted = args.get("context_length") or 1
-    most = room - rows
+    page = args.get("page_size") or 1
+    most = room // page * page - max(rows, 2 * page)
     if most >= wanted:
         return None
     lower = f"lower engine.context_length to {most}" if most > 0 else "it holds no request at all"

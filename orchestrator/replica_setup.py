@@ -90,15 +90,16 @@ def engine_limits(info: Mapping[str, Any], page_size: int) -> dict[str, int]:
     """What the engine takes without clipping it, in tokens.
 
     SGLang shortens `max_new_tokens` in silence to what its context and its KV pool hold
-    (`Scheduler.init_req_max_new_tokens`) and takes prompts below `max_req_input_len`, which is 5
-    less than its longest request.
+    (`Scheduler.init_req_max_new_tokens`: the prompt counts in whole pages, and one page and one
+    token are kept back) and takes prompts below `max_req_input_len`, which is 5 less than its
+    longest request.
 
     Args:
         info: a scheduler's init info: `max_req_input_len`, `max_total_num_tokens`.
         page_size: of the KV pool.
     """
     longest = info["max_req_input_len"] + 5 - 1
-    pool = info["max_total_num_tokens"] // page_size * page_size - page_size - 1
+    pool = info["max_total_num_tokens"] - 2 * page_size
     return {
         "context_tokens": min(longest, pool),
         "prompt_tokens": info["max_req_input_len"] - 1,

@@ -326,6 +326,17 @@ class DeploymentSpec(_Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_pages(self) -> "DeploymentSpec":
+        page_size = self.engine.get("page_size") or 1
+        if page_size > 1 and self.control.defrag_every_s > 0:
+            raise ValueError(
+                f"control.defrag_every_s is {self.control.defrag_every_s:g} with engine.page_size: "
+                f"{page_size}; relocation passes move single slots: set engine.page_size: 1, or "
+                "control.defrag_every_s: 0"
+            )
+        return self
+
     @property
     def hands_over_kv(self) -> bool:
         """`control.kv_hand_off`, decided."""

@@ -47,12 +47,13 @@ def test_slot_rows_hold_a_step_at_the_end_of_the_context(make: Any) -> None:
     arguments = make()
     assert get_req_to_token_extra_context_len(arguments) == row_headroom(64)
     assert used is get_req_to_token_extra_context_len
+    assert get_req_to_token_extra_context_len(make(page_size=64)) == row_headroom(64) + 63
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"page_size": 16}, "page_size=1 only, got 16"),
+        ({"page_size": 24}, "1, 2, 4, 8, ... slots, got page_size=24"),
         ({"enable_mixed_chunk": True}, "enable_mixed_chunk"),
         ({"speculative_num_draft_tokens": 65}, "between the drafter's block size 8 and 64"),
         ({"speculative_num_draft_tokens": 4}, "between the drafter's block size 8 and 64"),

@@ -321,3 +321,34 @@ def test_a_taking_replica_that_is_killed_in_the_middle(
     here.at_boundary(audit)
     assert here.generate([text], {"temperature": 0.0, "max_new_tokens": 4})
     here.assert_no_leak()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("theirs", "ours"), [(16, 16), (16, 64), (64, 1)])
+def test_pages(
+    engine: Engine, pair: tuple[str, str], arguments: dict[str, Any], theirs: int, ours: int
+) -> None:
+    """Replicas with pages of several slots, alike or not: what is whole pages here moves."""
+    there = OtherReplica(pair[0], kind_of(1), **arguments, page_size=theirs)
+    try:
+        here = engine(**arguments, page_size=ours)
+        here.flush_cache()
+        move = Move(here, there, [PROMPTS[0], PROMPTS[1], PROMPTS[0][:100] + PROMPTS[2]])
+        found = move.hold()
+        lengths = found["lengths"]
+        assert lengths == [(len(text) - 1) // theirs * theirs for text in move.texts]
+        move._held = [text[:n] for text, n in zip(move.texts, lengths, strict=True)]
+        connect(here, there, move.name)
+        for _ in range(100):
+            (taken,) = move.take(budget=100 * found["row_bytes"])
+            assert not taken["failed"]
+            here.at_boundary(audit)
+            if taken["done"]:
+                break
+        whole = [n // ours * ours for n in lengths]
+        assert taken["cached"] == whole
+        assert move.resume() == whole
+        here.at_boundary(audit)
+        move.end()
+    finally:
+        there.close()

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from cache_checks import check_prefix_hits
+from ddtree_support import GREEDY, check_scripted, random_prompts, run_under, server_args
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
@@ -87,3 +89,26 @@ def test_the_backend_writes_and_reads_such_a_pool(
     slots = torch.cat([table[b, :n] for b, n in enumerate(lengths)])
     want = reference.decode_attention(q[:2], stored, torch.tensor([0, 24, 39]), slots, **options)
     torch.testing.assert_close(got.view(2, 8, 512), want)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_trees_over_such_a_pool(
+    engine: Any, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch, page_size: int
+) -> None:
+    """Target and drafter keep their KV in fp8: what a tree reads back is what plain decoding does,
+    bit for bit, so texts are the same; hits of the prefix cache too."""
+    harness = engine(
+        **server_args(pair[1], rows=32, kv_cache_dtype="fp8_e4m3", page_size=page_size)
+    )
+    worker = harness.scheduler.model_worker
+    for runner in (worker.model_runner, worker.draft_model_runner):
+        assert runner.token_to_kv_pool.dtype == torch.float8_e4m3fn
+    prompts = random_prompts([40, 7, 65, 90], seed=81)
+    params = GREEDY | {"max_new_tokens": 40}
+    harness.flush_cache()
+    plain = run_under(harness, "plain", prompts, params)
+    check_scripted(harness, prompts, params, plain, monkeypatch, ("chain", "tree-31"), seed=81)
+    check_prefix_hits(harness, monkeypatch, ("tree-31",))
+    harness.flush_cache()
+    harness.assert_no_leak()

@@ -25,35 +25,62 @@ DRAFTER = {
 }
 
 
-@given(nodes=st.integers(0, 63), block=st.integers(2, 16), overlap=st.booleans())
-def test_rows_hold_a_step_at_the_end_of_the_context(nodes: int, block: int, overlap: bool) -> None:
-    limits = StepLimits(block, rows_for(nodes, block), overlap)
-    context, known = 128, 127
+PAGES = st.sampled_from([1, 2, 16, 64, 256])
+
+
+@given(
+    nodes=st.integers(0, 63),
+    block=st.integers(2, 16),
+    overlap=st.booleans(),
+    page=PAGES,
+    context=st.integers(100, 200),
+)
+def test_rows_hold_a_step_at_the_end_of_the_context(
+    nodes: int, block: int, overlap: bool, page: int, context: int
+) -> None:
+    limits = StepLimits(block, rows_for(nodes, block), overlap, page)
+    known = context - 1
     unseen = block if overlap else 0
     assert limits.max_rows >= 1 + nodes
     assert known + limits.ahead >= known + unseen + limits.max_rows
-    assert known + limits.ahead <= context + row_headroom(limits.max_rows)
-    assert limits.reserved(known, 0) <= context + row_headroom(limits.max_rows)
+    assert known + limits.ahead <= context + row_headroom(limits.max_rows, page)
+    assert limits.reserved(known, 0) <= context + row_headroom(limits.max_rows, page)
 
 
 @given(
     nodes=st.integers(0, 63),
     overlap=st.booleans(),
+    page=PAGES,
     steps=st.lists(st.integers(1, 8), max_size=60),
 )
 def test_slots_are_topped_up_in_blocks_and_never_run_short(
-    nodes: int, overlap: bool, steps: list[int]
+    nodes: int, overlap: bool, page: int, steps: list[int]
 ) -> None:
-    limits = StepLimits(8, rows_for(nodes, 8), overlap)
+    limits = StepLimits(8, rows_for(nodes, 8), overlap, page)
     committed = allocated = 100
     taken = []
     for tokens in steps:
         wanted = limits.reserved(committed, allocated)
-        assert committed + limits.ahead <= wanted <= committed + 2 * limits.max_rows
+        assert committed + limits.ahead <= wanted < committed + 2 * limits.max_rows + page
         if wanted > allocated:
+            assert wanted % page == 0
+            assert pages(wanted, page) - pages(allocated, page) <= _sglang_keeps_free(
+                committed, allocated, limits
+            ), "more than SGLang has made sure of before the step"
             taken.append(wanted - allocated)
         allocated, committed = wanted, committed + tokens
     assert all(count > 2 * limits.max_rows - limits.ahead for count in taken)
+
+
+def pages(tokens: int, page: int) -> int:
+    """Whole pages of so many tokens."""
+    return -(-tokens // page)
+
+
+def _sglang_keeps_free(committed: int, allocated: int, limits: StepLimits) -> int:
+    """Pages: `ScheduleBatch._new_tokens_required_next_decode_spec_v2`."""
+    more = max(0, committed + 2 * limits.max_rows - allocated)
+    return pages(allocated + more, limits.page_size) - pages(allocated, limits.page_size)
 
 
 @pytest.mark.parametrize(("budget", "rows"), [(0, 8), (4, 8), (7, 8), (8, 9), (63, 64)])

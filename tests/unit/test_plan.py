@@ -265,6 +265,19 @@ def test_no_room_for_a_kv_pool(pair: Pair) -> None:
     assert "it holds no request at all, raise engine.mem_fraction_static" in found
 
 
+def test_pages_that_hold_no_request(pair: Pair) -> None:
+    """Of a pool of 300 slots, 256 are in whole pages; a step's 2 x 64 rows go off."""
+    gpu = NodeInventory("g", cpus=8, gpus=1, memory=64 * GIB, gpu_memory=80 * GIB)
+    engine = {"max_total_tokens": 300, "page_size": 64}
+    cuda = {"device": "cuda"}
+    fits = pair(resources=cuda, engine=engine | {"context_length": 128})
+    assert make_plan(fits, [gpu]).replicas
+    found = faults(pair(resources=cuda, engine=engine | {"context_length": 129}), gpu)[0]
+    assert "lower engine.context_length to 128" in found
+    single = pair(resources=cuda, engine=engine | {"context_length": 129, "page_size": 1})
+    assert make_plan(single, [gpu]).replicas
+
+
 def test_context_beyond_the_model(pair: Pair) -> None:
     assert faults(pair(engine={"context_length": 8193})) == [
         "engine.context_length: got 8193, the model was made for at most 8192 positions; "

@@ -72,6 +72,14 @@ def test_all_faults_come_at_once() -> None:
     assert [line.split(":")[0] for line in found] == ["replicas", "tree.budget", "gateway.port"]
 
 
+def test_pages_of_several_slots() -> None:
+    paged = {**GOOD, "engine": {"page_size": 64}}
+    assert parse_spec(paged).engine["page_size"] == 64
+    (found,) = problems(engine={"page_size": 64}, control={"defrag_every_s": 5})
+    assert "control.defrag_every_s is 5 with engine.page_size: 64" in found
+    assert parse_spec({**paged, "control": {"defrag_every_s": 0}})
+
+
 @pytest.mark.parametrize("budget", [0, 1, 7, 63])
 def test_budgets_in_range(budget: int) -> None:
     assert parse_spec({**GOOD, "tree": {"budget": budget}}).tree.budget == budget

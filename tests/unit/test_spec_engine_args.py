@@ -97,12 +97,27 @@ def test_attention_backend_is_free_on_cuda() -> None:
         ("dtype", "int8", "got 'int8', wanted one of: auto, half"),
         ("disable_radix_cache", 1, "got 1 (int), wanted bool"),
         ("cuda_graph_bs_prefill", [1, "a"], "wanted list[int]"),
-        ("page_size", 64, "wanted 1"),
+        ("page_size", 48, "engine.page_size: got 48, wanted a power of two: 1, 16, 64"),
+        ("page_size", 0, "got 0, wanted a power of two"),
+        ("page_size", -16, "got -16, wanted a power of two"),
         ("pp_size", 2, "wanted 1"),
     ],
 )
 def test_wrong_values(name: str, value: Any, said: str) -> None:
     assert said in refusal(**{name: value})
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 16, 64])
+def test_pages(page_size: int | None) -> None:
+    given = {"page_size": page_size, "chunked_prefill_size": 128}
+    assert check_engine_args(given, "cpu") == given
+    assert check_engine_args(given | {"chunked_prefill_size": -1}, "cuda")
+
+
+def test_chunks_that_are_no_whole_pages() -> None:
+    said = refusal(page_size=64, chunked_prefill_size=100)
+    assert "engine.chunked_prefill_size: got 100" in said
+    assert "multiple of engine.page_size (64), for example 128" in said
 
 
 def test_numbers_may_carry_suffixes_where_sglang_reads_them() -> None:

@@ -80,7 +80,6 @@ def handle_server_args(arguments: ServerArgs) -> None:
 def _refuse_unsupported(arguments: ServerArgs) -> None:
     unsupported = {
         "pp_size": (arguments.pp_size, 1),
-        "page_size": (arguments.page_size or 1, 1),
         "enable_dp_attention": (arguments.enable_dp_attention, False),
         "enable_mixed_chunk": (arguments.enable_mixed_chunk, False),
         "enable_lora": (bool(arguments.enable_lora), False),
@@ -95,6 +94,12 @@ def _refuse_unsupported(arguments: ServerArgs) -> None:
     for name, (value, wanted) in unsupported.items():
         if value != wanted:
             raise ValueError(f"{ALGORITHM} runs with {name}={wanted} only, got {value}")
+    page_size = arguments.page_size or 1
+    if page_size < 1 or page_size & (page_size - 1):
+        raise ValueError(
+            f"{ALGORITHM} runs with pages of 1, 2, 4, 8, ... slots, got page_size={page_size}: "
+            "SGLang's allocator kernels take powers of two"
+        )
     _refuse_unmasked_verify(arguments)
     if arguments.speculative_draft_model_path is None:
         raise ValueError(

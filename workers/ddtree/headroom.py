@@ -16,4 +16,5 @@ def widen_rows(original: Callable[[ServerArgs], int], server_args: ServerArgs) -
     """AROUND hook on ``get_req_to_token_extra_context_len``: columns beyond the context."""
     if server_args.speculative_algorithm != ALGORITHM:
         return original(server_args)
-    return row_headroom(int(server_args.speculative_num_draft_tokens))
+    rows, page_size = server_args.speculative_num_draft_tokens, server_args.page_size
+    return row_headroom(int(rows), int(page_size))

@@ -18,14 +18,17 @@ class StepLimits:
         max_rows: target rows per request and step, root included; at least ``block_size``, since
             the drafter's block takes its slots from the same window.
         overlap: the scheduler knows a step's outcome only after it launched the next one.
+        page_size: slots are handed out by whole pages of so many.
     """
 
     block_size: int
     max_rows: int
     overlap: bool
+    page_size: int = 1
 
     def __post_init__(self) -> None:
         assert 2 <= self.block_size <= self.max_rows, (self.block_size, self.max_rows)
+        assert self.page_size >= 1, self.page_size
 
     @property
     def max_nodes(self) -> int:
@@ -45,18 +48,20 @@ class StepLimits:
 
         One that has ``ahead`` already gets none. One that has not gets as many as the scheduler
         has made sure of before each step (twice the rows): slots taken a few at a time by many
-        requests in turn would leave each of them in runs of a few rows.
+        requests in turn would leave each of them in runs of a few rows. The rest of the last page
+        is the request's in any case.
         """
         if allocated >= committed + self.ahead:
             return allocated
-        return committed + 2 * self.max_rows
+        wanted = committed + 2 * self.max_rows
+        return -(-wanted // self.page_size) * self.page_size
 
 
-def row_headroom(max_rows: int) -> int:
+def row_headroom(max_rows: int, page_size: int = 1) -> int:
     """Columns that a request's slot row needs beyond the context length.
 
     SGLang's own figure (rows + 4) is below what DFLASH reserves at page size 1, so near the end of
     the context it writes into the neighbour's row and leaks slots (sglang#33579).
-    `StepLimits.ahead` never exceeds twice the rows.
+    `StepLimits.ahead` never exceeds twice the rows, and the last page is taken to its end.
     """
-    return 2 * max_rows + ROW_SLACK
+    return 2 * max_rows + ROW_SLACK + page_size - 1

@@ -74,6 +74,7 @@ class DDTreeWorker(DFlashWorkerV2):
             block_size=block_size,
             max_rows=int(server_args.speculative_num_draft_tokens),
             overlap=not server_args.disable_overlap_schedule,
+            page_size=int(server_args.page_size),
         )
         self._group = DecisionGroup()
         self.last_position = int(self.model_runner.model_config.context_len) - 1

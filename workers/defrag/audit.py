@@ -22,8 +22,9 @@ def audit(scheduler: Scheduler, look_for_unknown: bool = True) -> None:
     """Checks allocator, prefix cache and slot rows against each other.
 
     Each slot must be free, in one node of the prefix cache, or one request's own, and exactly one
-    of these. A request's row must begin with the slots of its prefix in the cache, and with those
-    that it has noted as its prefix.
+    of these. With pages of several slots that goes for pages, and a text must lie in them from
+    their beginning on: token i in place i modulo the page size. A request's row must begin with the
+    slots of its prefix in the cache, and with those that it has noted as its prefix.
 
     Args:
         scheduler: at a boundary, drained.
@@ -40,29 +41,47 @@ def audit(scheduler: Scheduler, look_for_unknown: bool = True) -> None:
 
 
 def _ownership(scheduler: Scheduler) -> Iterator[str]:
-    """Slots that have no owner or several."""
+    """Slots that have no owner or several, and slots that do not lie as pages do."""
     allocator, table = scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool
-    pieces = [allocator.free_pages, allocator.release_pages]
-    pieces += [node.value for node in nodes(scheduler)]
     live = live_requests(scheduler)
-    pieces += [
+    held = [node.value for node in nodes(scheduler)]
+    held += [
         table.req_to_token[r.req_pool_idx, r.cache_protected_len : r.kv.kv_allocated_len]
         for r in live
     ]
+    page_size = int(allocator.page_size)
+    strewn = sum(not in_pages(slots, page_size) for slots in held)
+    if strewn:
+        yield f"{strewn} texts do not lie in whole pages of {page_size} slots, in order"
+        return
+    what, size = ("slot", int(allocator.size))
+    if page_size > 1:
+        what, size = "page", size // page_size
+        held = [slots[::page_size] // page_size for slots in held]
+    pieces = [allocator.free_pages, allocator.release_pages, *held]
     owned = torch.cat([piece.to(torch.int64) for piece in pieces])
-    size = int(allocator.size)
     outside = int(torch.count_nonzero((owned < 1) | (owned > size)))
     if outside:
-        yield f"{outside} slot numbers are not in 1..{size}"
+        yield f"{outside} {what} numbers are not in 1..{size}"
         return
     owners = torch.bincount(owned, minlength=size + 1)[1:]
     for count, words in ((owners == 0, "nobody's"), (owners > 1, "held twice")):
         wrong = count.nonzero().view(-1)
         if len(wrong):
-            yield f"{len(wrong)} slots are {words}, the first is {int(wrong[0]) + 1}"
+            yield f"{len(wrong)} {what}s are {words}, the first is {int(wrong[0]) + 1}"
     used = table.size - len(table.free_slots)
     if used != len({r.req_pool_idx for r in live}):
         yield f"{used} slot rows are used, requests known to the scheduler have {len(live)}"
+
+
+def in_pages(slots: torch.Tensor, page_size: int) -> bool:
+    """Whether a text's ``slots`` [n] are pages one after the other, each from its first slot on;
+    the last one may be held in part."""
+    if page_size == 1 or not len(slots):
+        return True
+    place = torch.arange(len(slots), device=slots.device)
+    first = slots[place // page_size * page_size]
+    return bool(((first % page_size == 0) & (slots == first + place % page_size)).all())
 
 
 def _rows(scheduler: Scheduler) -> Iterator[str]:

@@ -43,6 +43,14 @@ REBUILT = {
     "RadixCache._empty_match_result": "always empty",
 }
 
+#: Hold pages, in engines with pages of several slots. No pass runs there: see `unsupported`.
+OF_PAGES = {
+    "PagedTokenToKVPoolAllocator.free_pages",
+    "PagedTokenToKVPoolAllocator.release_pages",
+    "PagedTokenToKVPoolAllocator.free_group",
+    "PagedTokenToKVPoolAllocator.free_page_reps_group",
+}
+
 #: Integers, but no slots.
 NO_SLOTS = {
     "DDTreeDraftInput.bonus_tokens",
@@ -99,6 +107,7 @@ NO_SLOTS = {
     "StepInputs.ids",
     "StepInputs.live",
     "StepInputs.sampling",
+    "StepInputs._sampling_of",
 }
 
 _LOOKED_THROUGH = (
@@ -134,20 +143,35 @@ class Holder:
 
 def unsupported(scheduler: Scheduler) -> str:
     """Why this scheduler's slots cannot be moved; empty if they can."""
+    page_size = int(scheduler.token_to_kv_pool_allocator.page_size)
+    if page_size > 1:
+        return (
+            f"slots lie in pages of {page_size} (engine.page_size), which the prefix cache counts "
+            "on, and are moved one by one: passes run with engine.page_size 1"
+        )
+    return unfamiliar(scheduler)
+
+
+def unfamiliar(scheduler: Scheduler) -> str:
+    """What of this scheduler holds slots in a way that is not known here; empty if nothing does."""
     from sglang.srt.disaggregation.utils import DisaggregationMode
-    from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+    from sglang.srt.mem_cache.allocator import (
+        PagedTokenToKVPoolAllocator,
+        TokenToKVPoolAllocator,
+    )
     from sglang.srt.mem_cache.chunk_cache import ChunkCache
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.mem_cache.radix_cache import RadixCache
 
+    allocators = (TokenToKVPoolAllocator, PagedTokenToKVPoolAllocator)
     for part, kinds in (
-        (scheduler.token_to_kv_pool_allocator, (TokenToKVPoolAllocator,)),
+        (scheduler.token_to_kv_pool_allocator, allocators),
         (scheduler.tree_cache, (RadixCache, ChunkCache)),
         (scheduler.req_to_token_pool, (ReqToTokenPool,)),
     ):
         if type(part) not in kinds:
             known = " or ".join(kind.__name__ for kind in kinds)
-            return f"slots are held by a {type(part).__name__}; relocation knows {known}"
+            return f"slots are held by a {type(part).__name__}; known are {known}"
     if scheduler.disaggregation_mode != DisaggregationMode.NULL:
         return "slots may be on their way to another engine (disaggregation)"
     drafter = getattr(scheduler.model_worker, "draft_model_runner", None)
@@ -219,7 +243,7 @@ def path_slots(scheduler: Scheduler, node: TreeNode | None) -> list[torch.Tensor
 
 def unknown(scheduler: Scheduler) -> list[str]:
     """Integer tensors within reach of the scheduler that no list of this module names."""
-    known = {*REWRITTEN, *REBUILT, *NO_SLOTS}
+    known = {*REWRITTEN, *REBUILT, *OF_PAGES, *NO_SLOTS}
     return sorted({name for name in _integers(scheduler) if name not in known})
 
 

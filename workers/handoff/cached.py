@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from overstory.workers.defrag.holders import requests, unsupported
+from overstory.workers.defrag.holders import requests, unfamiliar
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -36,13 +36,18 @@ class Held:
 
 def cannot(scheduler: Scheduler) -> str:
     """Why this engine's KV cannot be handed over; empty if it can."""
-    if reason := unsupported(scheduler):
+    if reason := unfamiliar(scheduler):
         return reason
     if getattr(scheduler.tree_cache, "disable", True):
         return "the prefix cache is off (disable_radix_cache)"
     if getattr(scheduler.tree_cache, "is_eagle", False):
         return "the prefix cache counts pairs of tokens (EAGLE)"
     return ""
+
+
+def page_size(scheduler: Scheduler) -> int:
+    """Tokens by which this replica's cache keeps texts."""
+    return int(scheduler.token_to_kv_pool_allocator.page_size)
 
 
 def still_running(scheduler: Scheduler, rid: str) -> bool:
@@ -67,7 +72,8 @@ def let_go(scheduler: Scheduler, held: Held) -> None:
 
 
 def take_slots(scheduler: Scheduler, count: int) -> torch.Tensor | None:
-    """Free slots int64 [count], making room in the cache; None where there is not so much."""
+    """Free slots int64 [count], whole pages, making room in the cache; None where there is not so
+    much."""
     from sglang.srt.mem_cache.common import evict_from_tree_cache
 
     evict_from_tree_cache(scheduler.tree_cache, count)
@@ -81,7 +87,8 @@ def give_back(scheduler: Scheduler, slots: torch.Tensor) -> None:
 
 
 def put_in(scheduler: Scheduler, tokens: Sequence[int], held: Held, slots: torch.Tensor) -> None:
-    """The cache owns `slots` from now on, as the KV of the tokens after those `held`."""
+    """The cache owns `slots`, whole pages, from now on, as the KV of the tokens after those
+    `held`."""
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
 

@@ -118,7 +118,9 @@ class KvHandoff:
         """Takes up to `budget` bytes of the KV of `texts` (lists of tokens, as long as the giver
         holds them, held under `key`) over the communicator `name`.
 
-        All ranks take alike or none does: what one could not get, all give back.
+        All ranks take alike or none does: what one could not get, all give back. This replica's
+        pages are taken whole, whatever those of the giver are; the rest of a text is left to be
+        computed.
 
         Returns:
             `cached`, tokens of each text in this replica's cache now; `bytes`, `seconds`; `done`,
@@ -129,14 +131,15 @@ class KvHandoff:
         if reason := cached.cannot(scheduler):
             return {"failed": reason, "cached": [], "bytes": 0, "seconds": 0.0, "done": True}
         table = self._rows(scheduler)
-        left = max(1, int(arguments["budget"]) // table.row_bytes)
+        page = cached.page_size(scheduler)
+        left = max(1, int(arguments["budget"]) // table.row_bytes // page) * page
         carried, lengths, failed, done = Carried(0, 0.0), [], "", True
         with torch.inference_mode():
             for number, tokens in enumerate(texts):
                 held = cached.hold(scheduler, tokens)
                 try:
-                    start = len(held.slots)
-                    count = min(left, len(tokens) - start)
+                    start, whole = len(held.slots), len(tokens) // page * page
+                    count = min(left, whole - start)
                     if count > 0 and not failed:
                         what = {"key": arguments["key"], "text": number}
                         part, failed = self._take_rows(
@@ -145,7 +148,7 @@ class KvHandoff:
                         carried += part
                         left -= count
                         start += 0 if failed else count
-                    done = done and start == len(tokens)
+                    done = done and start == whole
                     lengths.append(start)
                 finally:
                     cached.let_go(scheduler, held)

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from overstory.workers.seam.patches import Patch, hook
+from overstory.workers.seam.portable import page_ops
 from overstory.workers.seam.portable.gloo import gloo_device_shared, share_gloo_device
 from overstory.workers.seam.portable.moe import moe_forward
 from overstory.workers.seam.portable.norm import rms_norm
@@ -136,6 +137,12 @@ def patches() -> list[Patch]:
             "replace",
             _no_kv_copy_warmup,
             "calls a compiled copy op at start-up; rows are moved by the pool's own torch path",
+        ),
+        Patch(
+            "kernels of PagedTokenToKVPoolAllocator",
+            "pages of slots are handed out by Triton kernels",
+            page_ops.install,
+            page_ops.installed,
         ),
         hook(
             f"{_XGRAMMAR}._allocate_token_bitmask",
