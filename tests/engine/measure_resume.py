@@ -58,11 +58,20 @@ def measure(dtype: str, sequences: int) -> dict[str, Any]:
     finally:
         harness.close()
     gaps = [gap for gap in flips if gap is not None]
+    cut = list(zip(wholes, rests, cuts, flips, strict=True))
     return {
         "sequences": sequences,
         "tokens_after_the_cut": sum(LENGTH - at for at in cuts),
         "flipped": len(gaps),
         "top2_gaps_where_they_flipped": sorted(round(gap, 4) for gap in gaps),
+        # How near the texts came to a flip.
+        "smallest_top2_gap": round(min(min(_gaps(whole, at)) for whole, _, at, _ in cut), 6),
+        "largest_change_of_a_logprob": max(
+            abs(one - other)
+            for whole, rest, at, flip in cut
+            if flip is None
+            for one, other in zip(whole.logprobs[at:], rest.logprobs, strict=True)
+        ),
     }
 
 
@@ -89,12 +98,22 @@ def _run(harness: EngineHarness, entries: list[JournalEntry], name: str) -> list
     return outputs
 
 
+def _gaps(whole: Output, at: int) -> list[float]:
+    """Differences of the two best log-probabilities at each place after the cut."""
+    return [
+        best - second
+        for best, second in (
+            sorted(alternatives.values(), reverse=True)[:2]
+            for alternatives in whole.top_logprobs[at:]
+        )
+    ]
+
+
 def _flip(whole: Output, rest: Output, at: int) -> float | None:
     """Difference of the two best log-probabilities where the texts part; None if they do not."""
     for place, (token, other) in enumerate(zip(whole.ids[at:], rest.ids, strict=True), at):
         if token != other:
-            best, second = sorted(whole.top_logprobs[place].values(), reverse=True)[:2]
-            return best - second
+            return _gaps(whole, place)[0]
     return None
 
 
