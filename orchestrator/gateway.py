@@ -194,6 +194,11 @@ class Gateway:
         app.router.lifespan_context = self._lifespan
         return app
 
+    async def check_health(self) -> None:
+        """Asked by Serve, which replaces the gateway if this raises: clients could not reach it."""
+        if self._server is not None:
+            self._server.check()
+
     async def snapshot(self) -> dict[str, Any]:
         """What runs here, for status and tests: `running` sequences, `queued` requests, blocks of
         prompts that each replica reports to hold (`prefix_blocks`)."""

@@ -67,6 +67,11 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         self._serving = loop.create_task(self._server.serve(sockets=[self._socket]))
 
+    def check(self) -> None:
+        """Raises `RuntimeError` where it no longer serves: clients get no answer."""
+        if self._serving is not None and self._serving.done():
+            raise RuntimeError("the HTTP server has ended")
+
     async def stop(self, grace_s: float) -> None:
         """Takes no new connection, lets requests end for `grace_s`, then cancels them."""
         if self._server is None or self._serving is None:

@@ -20,6 +20,9 @@ from overstory.orchestrator.token_wire import SECRET_BYTES, BadLine, Frame, Line
 
 logger = logging.getLogger(__name__)
 
+GREETING_S = 10.0
+"""How long a connection may stay open without the secret."""
+
 FLUSH_S = 10.0
 """How long the last frames may take after Serve's call has ended."""
 
@@ -130,6 +133,11 @@ class _Line(asyncio.Protocol):
         """asyncio."""
         self._transport = cast(asyncio.Transport, transport)
         self._lines.add(self._transport)
+        asyncio.get_running_loop().call_later(GREETING_S, self._greeted_or_gone)
+
+    def _greeted_or_gone(self) -> None:
+        if not self._reader.greeted:
+            self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """asyncio."""

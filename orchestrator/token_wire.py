@@ -5,6 +5,7 @@ bytes (big endian) and one `Frame` in MessagePack. Nothing goes the other way: c
 and their cancellation are Serve's.
 """
 
+import hmac
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,20 +55,21 @@ class LineReader:
     """
 
     secret: bytes
-    _greeted: bool = False
+    greeted: bool = False
     _rest: bytes = b""
 
     def feed(self, data: bytes) -> list[Frame]:
         """The frames that are whole now."""
         data = self._rest + data if self._rest else data
         at = 0
-        if not self._greeted:
-            if not self.secret.startswith(data[: len(self.secret)]):
-                raise BadLine("it does not begin with this gateway's secret")
-            if len(data) < len(self.secret):
+        if not self.greeted:
+            at = len(self.secret)
+            if len(data) < at:  # No word yet of what is right so far: it could be guessed by bytes.
                 self._rest = data
                 return []
-            self._greeted, at = True, len(self.secret)
+            if not hmac.compare_digest(data[:at], self.secret):
+                raise BadLine("it does not begin with this gateway's secret")
+            self.greeted = True
         frames = []
         while len(data) - at >= 4:
             size = int.from_bytes(data[at : at + 4], "big")

@@ -115,6 +115,18 @@ def test_requests_end_before_the_server_does() -> None:
     play(story)
 
 
+def test_a_server_that_has_ended_is_told() -> None:
+    async def story(_: Routes, server: HttpServer, __: int) -> None:
+        server.check()
+        assert server._serving is not None
+        server._serving.cancel()
+        await asyncio.wait((server._serving,))
+        with pytest.raises(RuntimeError, match="HTTP server has ended"):
+            server.check()
+
+    play(story)
+
+
 @pytest.mark.parametrize(("own", "kept"), [("mine-1", True), ("two words", False), ("", False)])
 def test_answers_carry_a_request_id(own: str, kept: bool) -> None:
     async def story(_: Routes, __: HttpServer, port: int) -> None:

@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import pytest
 
-from overstory.orchestrator import token_line
+from overstory.orchestrator import token_line, token_sink
 from overstory.orchestrator.backend import ReplicaLost, TokenChunk, TokenLogprobs
 from overstory.orchestrator.journal import GenerateCall, SinkAddress
 from overstory.orchestrator.sampling import Sampling
@@ -134,11 +134,32 @@ def test_frames_are_found_however_the_bytes_are_cut(step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"secres", b"secret\xff\xff\xff\xff", b"secret\x00\x00\x00\x02\x91\x01"]
+    "data", [b"secres", b"xecret", b"secret\xff\xff\xff\xff", b"secret\x00\x00\x00\x02\x91\x01"]
 )
 def test_bytes_that_are_no_line_are_refused(data: bytes) -> None:
     with pytest.raises(BadLine):
         LineReader(b"secret").feed(data)
+
+
+def test_a_secret_is_judged_as_a_whole() -> None:
+    """A part of it tells nothing, right or wrong; and waits for the rest only so long."""
+    for part in (b"secre", b"xxxxx", b""):
+        reader = LineReader(b"secret")
+        assert reader.feed(part) == []
+        assert not reader.greeted
+
+
+def test_who_does_not_greet_is_gone_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_sink, "GREETING_S", 0.01)
+
+    async def story(sink: TokenSink) -> None:
+        assert sink.address is not None
+        reader, writer = await asyncio.open_connection(sink.address.host, sink.address.port)
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await reader.readexactly(1)
+        writer.close()
+
+    play(story)
 
 
 def test_an_inbox_ends_once() -> None:
