@@ -274,7 +274,8 @@ class DeploymentSpec(_Section):
 
     engine: dict[str, Any] = {}
     """SGLang server arguments by SGLang's names (`tp_size`, `context_length`,
-    `mem_fraction_static`, ...). What Overstory sets itself is refused."""
+    `mem_fraction_static`, ...). What Overstory sets itself is refused. `page_size` is 1 where
+    nothing is said; other powers of two are in docs/ddtree.md."""
 
     environment: dict[str, str] = {}
     """Environment variables of the ranks (`SGLANG_...`, `NCCL_...`). What Overstory and Ray set
