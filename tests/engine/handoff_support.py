@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from harness import EngineHarness
 
 PIECE_BYTES = 1 << 16
+TRANSPORT = os.environ.get("HANDOFF_TEST_TRANSPORT", "")
+"""`tcp`: also between GPUs; NCCL does not take two ranks on one."""
 START_S = 300.0
 ANSWER_S = 120.0
 
@@ -69,6 +71,8 @@ def open_peer(
     ticket = None if tickets is None else tickets[scheduler.ps.tp_rank]
     if scheduler.device == "cpu":
         _PEERS.open(name, "tcp", ticket, 20.0, transfer_s, PIECE_BYTES)
+    elif TRANSPORT == "tcp":
+        _PEERS.open(name, "tcp", ticket, 20.0, transfer_s, 64 << 20)
     else:
         _PEERS.open(name, "nccl", ticket, 20.0, transfer_s, 256 << 20)
 

@@ -9,7 +9,7 @@ Roles, each an own process that may run beside the others:
     tp2_custom  the same with SGLang's own all-reduce, texts only
 `compare` holds the texts of the roles against each other. Needs SGLang on PYTHONPATH and the
 plugin's entry point; see two_gpu_session.sh. Writes OUT/engines_ROLE.json after each result.
-TWO_GPU_TOY=1 rehearses on a CPU.
+TWO_GPU_TOY=1 rehearses on a CPU; HANDOFF_TEST_TRANSPORT=tcp runs `hand_off` on one GPU.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ CONTEXT = 256 if TOY else 2048
 POLICIES = ("plain", "chain", "tree-15", "tree-31")
 STEPS = 60 if TOY else 10_000
 START_S = 150.0
-KIND: Any = "tcp" if TOY else "nccl"
+ONE_GPU = os.environ.get("HANDOFF_TEST_TRANSPORT") == "tcp"
+KIND: Any = "tcp" if TOY or ONE_GPU else "nccl"
 NEAR = 0.13
 """Log-probabilities closer than this may change places: two steps of bfloat16 logits above 8."""
 
@@ -259,7 +260,7 @@ def hand_off(report: Callable[[str, Any], None], out: Path, deadline: float) -> 
 
     def start_other() -> None:
         given = fields(drafter, port=32900, ticket=ticket, up=str(up))
-        other.append(OtherReplica(target, TakingEngine, 0 if TOY else 1, **given))
+        other.append(OtherReplica(target, TakingEngine, 0 if TOY or ONE_GPU else 1, **given))
 
     starting = threading.Thread(target=start_other)
     starting.start()

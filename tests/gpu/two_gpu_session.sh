@@ -57,13 +57,7 @@ run() { # part
 
 if [ "${TWO_GPU_TOY:-0}" != 1 ]; then
   build_kernels "$python" >"$out/build.txt" 2>&1 &  # whoever needs them waits for the build
-  # SGLang may come without compiled modules, and models that nobody needs cost seconds to import.
-  "$python" - <<'PY' &
-import compileall, importlib.util
-spec = importlib.util.find_spec("sglang")
-if spec is not None:
-    compileall.compile_dir(spec.submodule_search_locations[0], quiet=2, workers=8)
-PY
+  # Models that nobody needs cost seconds to import.
   SGLANG_DISABLED_MODEL_ARCHS=$("$python" -c 'from overstory.workers.environment import *
 print(rank_environment("cpu")["SGLANG_DISABLED_MODEL_ARCHS"])')
   export SGLANG_DISABLED_MODEL_ARCHS
