@@ -29,16 +29,20 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 ORDER = (1, 8, 64, 32, 2, 16, 4)
 TEMPERATURES = (0.0, 1.0)
 REPEATS = 3
-POLICIES = ("plain", "chain", "tree-8", "tree-15", "tree-31", "tree-63", "auto")
+POLICIES = tuple(
+    os.environ.get("ENGINE_SESSION_POLICIES", "plain chain tree-15 tree-31 tree-63 auto").split()
+)
+"""`tree-8` runs in the graph of 16 rows: it is `tree-15` on a GPU."""
+
 SPINE, SPINE_SIZES = "spine-15", (1, 8, 64)
-"""Steps of it run in small launches: it is timed at some sizes."""
+"""Steps of it run in small launches: it is timed at some sizes, if ENGINE_SESSION_SPINE is 1."""
 
 WARM_NEW = 24
 MEASURE_SECONDS = 8.0
 TIMED_SECONDS = float(os.environ.get("ENGINE_SESSION_TIMED", "0.3"))
 """Least time of a row of one repeat, in as many batches as it takes."""
 
-FIRST_SECONDS = 0.5
+FIRST_SECONDS = 1.0
 """How long `auto` runs at each size before it is timed: a server has run for hours. What it gives
 meanwhile is a row of its own, `auto-first`."""
 
@@ -136,7 +140,8 @@ class Bench:
         from machine_noise import quiet_and_watched
 
         policies = [*self._policies]
-        if "auto" in policies and cell.requests in SPINE_SIZES:
+        spine = os.environ.get("ENGINE_SESSION_SPINE") == "1"
+        if spine and "auto" in policies and cell.requests in SPINE_SIZES:
             policies.append(SPINE)
         noise = dict[str, float]()
         with quiet_and_watched(noise):

@@ -29,7 +29,10 @@ ROWS = 64
 RINGED = ("ours", "stock", "dflash")
 UNTIL = float(os.environ.get("ENGINE_SESSION_UNTIL", time.time() + 600))
 """When everything has to have ended."""
-AFTER_S = 50
+SAYS = os.environ.get("ENGINE_SESSION_TEXTS", "1") != "0"
+"""Whether texts are said and compared, or speeds alone are measured."""
+
+AFTER_S = 50 if SAYS else 30
 """Seconds kept for what comes after the speeds."""
 
 
@@ -688,11 +691,14 @@ def main() -> None:
 
 def say(engine: Any, role: str, report: Report) -> None:
     """Texts, side by side with other roles."""
-    report.attempt("greedy", lambda: say_greedy(engine))
+    if SAYS:
+        report.attempt("greedy", lambda: say_greedy(engine))
     if role == "dflash":  # it returns no log-probabilities; it builds its sampler for a minute and
         # a half, at its first sampled token
         sampled = GREEDY | {"temperature": 1.0, "max_new_tokens": 4}
         report.attempt("sampler", lambda: len(engine.texts(prompts(1), sampled)))
+        return
+    if not SAYS:
         return
     report.attempt("gaps", lambda: say_gaps(engine))
     report.attempt("logprobs", lambda: say_logprobs(engine))
@@ -753,12 +759,14 @@ def after(engine: Any, role: str, out: Path, report: Report) -> None:
 
         with alone(out):
             leased = lambda: engine_bench.leases(  # noqa: E731
-                engine, prompts(1)[0], under, min(time.time() + 16, UNTIL - 25)
+                engine, prompts(1)[0], under, min(time.time() + 16, UNTIL - (AFTER_S // 2 - 5))
             )
             report.attempt("leases", leased)
         chooser = engine.scheduler.draft_worker.chooser
         report.attempt("auto", lambda: chooser.report())
         report.attempt("steps_after", lambda: say_steps(engine))
+        if not SAYS:
+            return
         report.attempt("greedy_without_graphs", lambda: say_without_graphs(engine))
         report.attempt("kernel_logits", lambda: say_kernel_logits(engine))
         said = report.content.get("sampled", {})

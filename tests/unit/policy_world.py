@@ -19,7 +19,7 @@ from overstory.workers.policy.steering import Steering
 DEPTH, WIDTH = 7, 8
 OPTIONS = Options.of(DEPTH + 1, 31)
 NUMBERS = tuple(range(len(OPTIONS)))
-SYNC = 8
+SYNC = 16
 #        plain chain  4     8     15    31
 COSTS = (10000, 22000, 21000, 22500, 25000, 32000)
 MOODS = (0.35, 0.6, 0.9)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from overstory.workers.policy.choice import Shape, decide
+from overstory.workers.policy.chooser import OBSERVED, OBSERVED_STEPS, SYNC_STEPS
 from overstory.workers.policy.cost_table import CostTable
 from overstory.workers.policy.evidence import Walk
 from overstory.workers.policy.options import CHAIN, FIRST_TREE, PLAIN, Options
@@ -19,7 +20,7 @@ OPTIONS = Options.of(8, 63)
 NUMBERS = tuple(range(len(OPTIONS)))
 DEPTH = 7
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-SYNC, OBSERVED, CONTEXT = 8, 2, 256
+CONTEXT = 256
 
 ALONE_US = {1: (380, 556, 533, 540, 560, 600, 660), 64: (610, 1180, 1000, 1050, 1110, 1730, 2470)}
 """By requests: what the cost table of that run had for each option, steps timed by themselves."""
@@ -103,7 +104,7 @@ class Recorded:
 
 
 class Disturbed:
-    """What else the machine does: stretches of 0.1 to 2 s, half of them slower by up to two times,
+    """What else the machine does: stretches of 0.03 to 2 s, half of them slower by up to two times,
     and single steps."""
 
     def __init__(self, dice: random.Random) -> None:
@@ -112,7 +113,7 @@ class Disturbed:
     def times(self, now_us: float) -> float:
         """How much longer a step takes now."""
         while now_us >= self._until:
-            self._until += self._dice.uniform(1e5, 2e6)
+            self._until += 3e4 * 67 ** self._dice.random()
             self._slower = 1.0 if self._dice.random() < 0.5 else self._dice.uniform(1.1, 2.0)
         return self._slower * (1 + abs(self._dice.gauss(0, 0.06)))
 
@@ -139,9 +140,9 @@ def run(recorded: Recorded, seed: int, stages: tuple[int, ...]) -> list[Outcome]
     for stage in stages:
         outcomes.append(out := Outcome())
         for _ in range(stage):
-            since = step % SYNC
+            since = step % SYNC_STEPS
             if since == 0:
-                beliefs = steering.next_beliefs(SYNC, shape, NUMBERS)
+                beliefs = steering.next_beliefs(SYNC_STEPS, shape, NUMBERS)
             decision = decide(table, beliefs, shape, NUMBERS, before, since)
             option = decision.option
             before = option if decision.why == "best" else before
@@ -152,7 +153,8 @@ def run(recorded: Recorded, seed: int, stages: tuple[int, ...]) -> list[Outcome]
                     option, count, recorded.sampled, expected(option), round(took)
                 )
             last = option
-            for _ in range(min(count, OBSERVED) if option != PLAIN else 0):
+            learning = decision.why == "unknown" or step % OBSERVED_STEPS[count <= OBSERVED] == 0
+            for _ in range(min(count, OBSERVED) if option != PLAIN and learning else 0):
                 steering.observe(kind, recorded.walk(option, dice))
             out.tokens += recorded.tokens[option]
             out.us += recorded.us[option]

@@ -11,7 +11,7 @@ import pytest
 from policy_world import COSTS, NUMBERS, OPTIONS, World, fixed_rate, run, table_of, tree_of
 
 from overstory.workers.policy.beliefs import GREEDY, ONE, SAMPLED
-from overstory.workers.policy.compared import BESIDE, KEPT, LEAST, NEW_ANCHOR, Compared
+from overstory.workers.policy.compared import BESIDE, KEPT, LEAST, Compared
 from overstory.workers.policy.evidence import KindEvidence, Walk
 from overstory.workers.policy.options import CHAIN, PLAIN
 from overstory.workers.policy.periods import Periods
@@ -225,23 +225,26 @@ def test_a_host_beside_the_device_is_found_by_periods(
     assert got >= 0.96 * max(rates), (world.used, [round(r / max(rates), 3) for r in rates])
 
 
-def test_options_that_were_not_timed_get_the_least_that_is_possible() -> None:
+def test_options_that_were_not_timed_are_not_taken_for_the_best() -> None:
     """By hand: two batches, greedy and sampled."""
     costs = [[100, 200, 300], [100, 250, 400]]
     periods = Periods([*costs, *costs])
     assert periods.overheads() is None
+    assert periods.seen(0, 1), "nothing is timed in this way"
     for _ in range(BESIDE):
         periods.add(0, 1, 200, 290)
-    # cheaper: the same surplus; dearer: what its own cost leaves of it
-    assert periods.overheads() == ((90, 90, 0),) * 4
+    # 90 more, and 3% of the 290 and (at the other batch) 340 that it takes in all
+    assert periods.overheads() == ((98, 90, 98), (100, 90, 100)) * 2
+    assert [periods.seen(0, option) for option in range(3)] == [False, True, False]
     for option, took in ((2, 435), (1, 290)):
         for _ in range(BESIDE):
             periods.add(0, option, costs[0][option], took)
-    assert periods.overheads() == ((90, 90, 135),) * 4
+    assert periods.overheads() == ((98, 90, 135), (100, 90, 135)) * 2
     for _ in range(BESIDE):
         periods.add(3, 0, 100, 80)
     # the other kind at the same batch is nearer than the same kind at another
-    assert periods.overheads() == ((90, 90, 135), (-20, -20, -20)) * 2
+    other = (-20, -18, -18)
+    assert periods.overheads() == ((98, 90, 135), other) * 2
 
 
 def test_a_stretch_in_which_all_is_slow_says_nothing_of_options() -> None:
@@ -278,8 +281,7 @@ def test_nothing_is_learnt_where_a_stretch_begins() -> None:
     assert now[1] - now[0] == pytest.approx(0.6), "the mean of 0.5 and 0.7"
 
 
-def test_what_runs_most_is_what_others_are_compared_to() -> None:
-    """The anchor changes; what is known of others stays, and the former one can be found wrong."""
+def test_either_of_two_options_tells_of_the_other() -> None:
     compared = Compared()
 
     def steps(option: int, took: float, count: int) -> None:
@@ -287,13 +289,16 @@ def test_what_runs_most_is_what_others_are_compared_to() -> None:
             compared.add(option, took)
 
     steps(0, 1.0, 20)
-    steps(1, 0.9, NEW_ANCHOR)
+    steps(1, 0.9, 20)
+    assert compared.known() == {0: 1.0}, "nothing says that no stretch has begun between them"
+    steps(0, 1.0, LEAST)
+    steps(1, 0.9, LEAST)
     assert compared.known() == pytest.approx({0: 1.0, 1: 0.9})
     for _ in range(KEPT):
         steps(1, 0.9, 20)
         steps(0, 0.8, LEAST)
     steps(1, 0.9, 20)
-    assert compared.known() == pytest.approx({0: 0.8, 1: 0.9})
+    assert compared.known() == pytest.approx({0: 0.8, 1: 0.9}, abs=0.001)
 
 
 def test_a_busy_machine_is_no_fault_of_the_option_that_runs() -> None:

@@ -67,25 +67,39 @@ class Rate:
 
 def rate(table: CostTable, beliefs: Beliefs, shape: Shape, option: int) -> Rate:
     """What ``option`` is expected to give for this batch."""
-    tokens = shape.plain * ONE + sum(
-        count * (beliefs.tokens[kind][option] if option != PLAIN else ONE)
-        for kind, count in enumerate(shape.drafting)
-    )
-    return Rate(tokens, step_us(table, beliefs, shape, option))
+    return rates(table, beliefs, shape)[option]
+
+
+def rates(table: CostTable, beliefs: Beliefs, shape: Shape) -> list[Rate]:
+    """`rate` of every option."""
+    costs = steps_us(table, beliefs, shape)
+    tokens = [shape.plain * ONE] * len(costs)
+    for kind, count in enumerate(shape.drafting):
+        if count:
+            expected = beliefs.tokens[kind]
+            tokens = [sum_ + count * each for sum_, each in zip(tokens, expected, strict=True)]
+    tokens[PLAIN] = shape.batch * ONE
+    return list(map(Rate, tokens, costs))
 
 
 def step_us(table: CostTable, beliefs: Beliefs, shape: Shape, option: int) -> int:
     """Microseconds of a step of this batch."""
-    cost = table.cost(option, shape.batch, shape.context, shape.sampled)
-    place = place_of(table, shape.batch, shape.sampled)
-    return max(1, cost * beliefs.factors[option] // ONE + beliefs.overhead_us[place][option])
+    return steps_us(table, beliefs, shape)[option]
+
+
+def steps_us(table: CostTable, beliefs: Beliefs, shape: Shape) -> list[int]:
+    """`step_us` of every option."""
+    over = beliefs.overhead_us[place_of(table, shape.batch, shape.sampled)]
+    costs = table.costs(shape.batch, shape.context, shape.sampled)
+    return [
+        max(1, cost * factor // ONE + more)
+        for cost, factor, more in zip(costs, beliefs.factors, over, strict=True)
+    ]
 
 
 def place_of(table: CostTable, batch: int, sampled: bool) -> int:
     """The row of `Beliefs.overhead_us` for a batch of so many requests."""
-    axis = table.batches
-    nearest = min(range(len(axis)), key=lambda b: abs(axis[b] - batch))
-    return nearest + sampled * len(axis)
+    return table.nearest(batch) + sampled * len(table.batches)
 
 
 def choose(
@@ -101,14 +115,14 @@ def choose(
     The option before stays while no other is better by more than the margin, but never where it is
     worse than plain.
     """
-    rates = {option: rate(table, beliefs, shape, option) for option in {PLAIN, *allowed}}
+    every = rates(table, beliefs, shape)
     best = PLAIN
-    for option in sorted(rates):
-        if rates[option].above(rates[best]):
+    for option in sorted({PLAIN, *allowed}):
+        if every[option].above(every[best]):
             best = option
-    if before not in rates or rates[PLAIN].above(rates[before]):
+    if (before != PLAIN and before not in allowed) or every[PLAIN].above(every[before]):
         return best
-    return best if rates[best].above(rates[before], ONE + margin) else before
+    return best if every[best].above(every[before], ONE + margin) else before
 
 
 def affordable(
@@ -116,9 +130,9 @@ def affordable(
 ) -> tuple[int, ...]:
     """Options that a probe may try: plain, and drafts of at most `PROBE_COST` plain steps; the
     cheapest draft where none is."""
-    limit = PROBE_COST * step_us(table, beliefs, shape, PLAIN)
+    costs = steps_us(table, beliefs, shape)
     drafts = [option for option in sorted(allowed) if option != PLAIN]
-    fitting = [o for o in drafts if step_us(table, beliefs, shape, o) <= limit]
+    fitting = [option for option in drafts if costs[option] <= PROBE_COST * costs[PLAIN]]
     return (PLAIN, *(fitting or (drafts and [cheapest_draft(table, beliefs, shape, allowed)])))
 
 

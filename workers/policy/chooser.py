@@ -30,35 +30,46 @@ if TYPE_CHECKING:
 
     from overstory.workers.ddtree.decisions import DecisionGroup
 
-SYNC_STEPS = 8
+SYNC_STEPS = 16
 """Decode steps between two broadcasts of beliefs."""
 
-OBSERVED = 2
-"""Most requests of a step whose walks are counted, others in each step: a large batch teaches
-enough, and counting them all would take the host's time (20 us each)."""
+OBSERVED = 4
+"""Most requests of a step whose walks are counted, others each time."""
 
+OBSERVED_STEPS = {True: 2, False: 4}
+"""Of how many steps the walks of one are counted, where the batch is small (up to `OBSERVED`
+requests) and where it is not: counting takes the host's time, 20 us a walk."""
+
+_KIND = "overstory_kind"
 _CONTEXT_GRAIN = 64
 """Contexts are rounded down to a multiple, so that choices can be kept for some steps."""
 
 
 def speculates(req: Req) -> bool:
     """Whether a request may be drafted for."""
-    return (req.sampling_params.custom_params or {}).get(OPT_OUT, True) is not False
+    return kind_of(req)[0]
+
+
+def kind_of(req: Req) -> tuple[bool, int]:
+    """Whether a request may be drafted for, and `GREEDY` or `SAMPLED`; kept with the request, since
+    it is asked for at every step."""
+    known: tuple[bool, int] | None = req.__dict__.get(_KIND)
+    if known is None:
+        params = req.sampling_params
+        wanted = (params.custom_params or {}).get(OPT_OUT, True) is not False
+        known = wanted, GREEDY if params.top_k == 1 else SAMPLED
+        req.__dict__[_KIND] = known
+    return known
 
 
 def shape_of(batch: ScheduleBatch) -> Shape:
     """What all ranks know of ``batch``: kinds of its requests, mean committed length."""
-    counts = [0] * KINDS
-    for req in batch.reqs:
-        if speculates(req):
-            counts[GREEDY if req.sampling_params.top_k == 1 else SAMPLED] += 1
-    mean = int(batch.seq_lens_sum or 0) // len(batch.reqs)
-    return Shape(
-        tuple(counts),
-        len(batch.reqs) - sum(counts),
-        mean // _CONTEXT_GRAIN * _CONTEXT_GRAIN,
-        sampled=any(req.sampling_params.top_k != 1 for req in batch.reqs),
-    )
+    kinds = list(map(kind_of, batch.reqs))
+    counts = tuple(kinds.count((True, kind)) for kind in range(KINDS))
+    sampled = counts[SAMPLED] > 0 or (False, SAMPLED) in kinds
+    mean = int(batch.seq_lens_sum or 0) // len(kinds)
+    context = mean // _CONTEXT_GRAIN * _CONTEXT_GRAIN
+    return Shape(counts, len(kinds) - sum(counts), context, sampled)
 
 
 def spare_opted_out(tree: Tree, reqs: Sequence[Req]) -> Tree:
@@ -155,6 +166,7 @@ class StepChooser:
         self._turn = 0
         self._last: Decision | None = None
         self._chosen: TreePolicy | None = None
+        self._ruling = False  # whether the automatic rule chose the step at hand
         self._begun: tuple[int, int, int] | None = None  # (ns, option, expected us) of this step
         self._ended: tuple[int, int] | None = None  # (ns, batch) of the last step
         self._launched: list[_Launch] = []  # the last two steps, with nothing between
@@ -173,12 +185,14 @@ class StepChooser:
         rule = tree_policy.current()
         if isinstance(rule, TreePolicy):
             self._launched.clear()
+            self._ruling = False
             return rule, str(rule)
         auto = self._auto
         assert auto is not None, "an automatic policy is in force without a cost table"
         shape = shape_of(batch)
         decision = self._decide(auto, rule, shape)
         self._last, self._chosen = decision, self.options.policies[decision.option]
+        self._ruling = True
         if auto.steering is not None:
             cost = auto.table.cost(decision.option, shape.batch, shape.context, shape.sampled)
             if self._host_waits:
@@ -207,17 +221,19 @@ class StepChooser:
     def outcome(
         self, batch: ScheduleBatch, policy: TreePolicy, tree: Tree, accepted: Accepted
     ) -> StepOutcome | None:
-        """The step's trees for `PendingSteps`, where anybody counts them."""
-        steering = self._auto.steering if self._auto is not None else None
-        if steering is None or policy.mode == "plain" or policy.spine_first:
+        """The step's trees for `PendingSteps`, where they are to be counted: of some steps that the
+        automatic rule chose, and of all until it knows the requests' kind."""
+        auto = self._auto
+        steering = auto.steering if auto is not None else None
+        if not self._ruling or steering is None or policy.mode == "plain":
             return None
-        kinds = [
-            None if not speculates(r) else GREEDY if r.sampling_params.top_k == 1 else SAMPLED
-            for r in batch.reqs
-        ]
+        self._turn += 1
+        learning = self._last is not None and self._last.why in ("unknown", "trial")
+        if not learning and self._turn % OBSERVED_STEPS[len(batch.reqs) <= OBSERVED]:
+            return None
+        kinds = [kind if drafting else None for drafting, kind in map(kind_of, batch.reqs)]
         columns = (tree.parents, tree.ranks, tree.sizes, accepted.rows)
         parents, ranks, sizes, rows = (column.to("cpu", non_blocking=True) for column in columns)
-        self._turn += 1
         chain = policy.mode == "chain"
         return StepOutcome(steering, kinds, chain, parents, ranks, sizes, rows, self._turn)
 

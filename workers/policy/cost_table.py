@@ -12,6 +12,9 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
+_KEPT = 4096
+"""Shapes whose costs are kept."""
+
 _MOST_US = 10**9
 """A cell of more than a quarter of an hour is no measurement."""
 
@@ -105,6 +108,30 @@ class CostTable:
         Linear between the cells and beyond the last; below the first it is that of the first.
         Integers only, so that all ranks get the same.
         """
+        return self.costs(batch, context, sampled)[option]
+
+    def costs(self, batch: int, context: int, sampled: bool = False) -> tuple[int, ...]:
+        """`cost` of every option."""
+        key = batch, context, sampled
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= _KEPT:
+                self._known.clear()
+            options = range(len(self.options))
+            known = tuple(self._cost(option, batch, context, sampled) for option in options)
+            self._known[key] = known
+        return known
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int, bool], tuple[int, ...]]:
+        """Costs are asked for at every step, of few shapes."""
+        return {}
+
+    def nearest(self, batch: int) -> int:
+        """Index of the batch of the table that is nearest."""
+        return min(range(len(self.batches)), key=lambda b: abs(self.batches[b] - batch))
+
+    def _cost(self, option: int, batch: int, context: int, sampled: bool) -> int:
         low = max(0, min(bisect.bisect_left(self.batches, batch), len(self.batches) - 1) - 1)
         near = slice(low, low + 2)
         along = [_line(self.contexts, row, context) for row in self.cost_us[option][near]]

@@ -12,6 +12,7 @@ Three views of the same walks, for greedy and sampled requests apart:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,18 +38,17 @@ class Share:
         self.total = 0.0
         self.weight = 0.0
         self.seen = 0
+        self._step = 0
 
-    def add(self, value: float) -> None:
-        """One observation."""
+    def add(self, value: float, step: int = 0) -> None:
+        """One observation, made after so many steps in all."""
         kept = 1.0 - 1.0 / MEMORY
+        if step != self._step:
+            kept *= math.exp((self._step - step) / FADE_STEPS)
+            self._step = step
         self.total = self.total * kept + value
         self.weight = self.weight * kept + 1.0
         self.seen += 1
-
-    def fade(self, factor: float) -> None:
-        """All observations lose weight."""
-        self.total *= factor
-        self.weight *= factor
 
     @property
     def mean(self) -> float:
@@ -83,6 +83,8 @@ class KindEvidence:
     spine: list[Share] = field(default_factory=list)
     candidates: dict[tuple[bool, int, int], Share] = field(default_factory=dict)
 
+    _step: int = 0
+
     def __post_init__(self) -> None:
         self.bands = [Share() for _ in self.options.bands]
 
@@ -92,18 +94,21 @@ class KindEvidence:
             self._add_places(walk)
         depth_of = {0: 0} | {row: depth + 1 for depth, row in enumerate(walk.path)}
         spine_until = self._spine_length(walk)
-        for row in range(1, walk.size):
-            above = depth_of.get(walk.parents[row])
+        for row, parent in enumerate(walk.parents[: walk.size]):
+            above = depth_of.get(parent)
             if above is None:  # its parent was not reached: nothing is known of it
                 continue
             on_spine, rank = above <= spine_until, walk.ranks[row]
             key = (on_spine, above + 1, rank)
             accepted = float(row in depth_of)
-            self.candidates.setdefault(key, Share()).add(accepted)
+            share = self.candidates.get(key)
+            if share is None:
+                share = self.candidates[key] = Share()
+            share.add(accepted, self._step)
             if on_spine and rank == 0:
                 while len(self.spine) <= above:
                     self.spine.append(Share())
-                self.spine[above].add(accepted)
+                self.spine[above].add(accepted, self._step)
 
     def tokens(self) -> list[int]:
         """Thousandths of a token expected per step under each option, the bonus included."""
@@ -124,16 +129,15 @@ class KindEvidence:
         """Drafts observed, of any size."""
         return self.spine[0].seen if self.spine else 0
 
-    def fade(self, factor: float) -> None:
-        """Steps went by."""
-        for share in (*self.bands, *self.spine, *self.candidates.values()):
-            share.fade(factor)
+    def pass_steps(self, steps: int) -> None:
+        """So many steps went by."""
+        self._step += steps
 
     def _add_places(self, walk: Walk) -> None:
         for (first, last), share in zip(self.options.bands, self.bands, strict=True):
             if walk.size - 1 < first:
                 break
-            share.add(sum(first <= row <= last for row in walk.path))
+            share.add(sum(first <= row <= last for row in walk.path), self._step)
 
     def _chain_length(self, nodes: int) -> float:
         """Expected accepted nodes of a chain of ``nodes``."""

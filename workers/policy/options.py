@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from overstory.workers.tree_policy import TreePolicy
@@ -45,7 +46,7 @@ class Options:
         """Names of the policies, by option number."""
         return tuple(map(str, self.policies))
 
-    @property
+    @cached_property
     def bands(self) -> tuple[tuple[int, int], ...]:
         """(first, last) row that each tree has beyond the next smaller one, in order."""
         return tuple((low + 1, high) for low, high in pairwise((0, *self.nodes[FIRST_TREE:])))

@@ -14,6 +14,9 @@ from collections.abc import Sequence
 
 from overstory.workers.policy.compared import Compared
 
+DOUBT = 30
+"""Thousandths of a step that one of an option that was not seen is expected to take longer."""
+
 
 class Periods:
     """Times of steps less the table's, by place and option.
@@ -29,6 +32,7 @@ class Periods:
         self._known: list[dict[int, int]] = [{} for _ in costs]
         self._rows: dict[int, tuple[dict[int, int], tuple[int, ...]]] = {}
         self._changed: set[int] = set()
+        self._turn = 0
 
     def add(self, place: int, option: int, expected_us: int, took_us: int) -> None:
         """A step took so long from launch to launch where the table says ``expected_us``."""
@@ -36,17 +40,22 @@ class Periods:
         self._costs[place][option] = expected_us
         self._changed.add(place)
 
+    def seen(self, place: int, option: int) -> bool:
+        """Whether it is known what a step takes there; also where nothing is timed in this way."""
+        known = self._known[place]
+        return option in known or not any(self._known)
+
     def overheads(self) -> tuple[tuple[int, ...], ...] | None:
         """[place][option] microseconds over the table; None before anything was seen.
 
-        An option that was not seen at its place gets the least that the seen one nearest in cost
-        leaves possible: the same surplus if it is cheaper, a surplus that its own cost hides if it
-        is dearer. So it is tried if it can be best, and is seen then. A place without any is as the
-        nearest one.
+        An option that was not seen at its place gets the surplus of the seen one nearest in cost,
+        and a little more: it is not taken for the best before it was tried. A place without any is
+        as the nearest one.
         """
         for place in self._changed:
             self._known[place] = self._surpluses(place)
         self._changed.clear()
+        self._turn = (self._turn + 1) % len(self._costs)
         if not any(self._known):
             return None
         return tuple(map(self._kept_row, range(len(self._costs))))
@@ -59,10 +68,13 @@ class Periods:
         }
 
     def _kept_row(self, place: int) -> tuple[int, ...]:
-        """The row of a place; the one of before where what it follows from is the same."""
+        """The row of a place. One that follows from another place's is made anew now and then."""
         known = self._known[place] or _nearest(self._known, place)
         kept = self._rows.get(place)
-        if kept is None or kept[0] is not known:
+        stale = kept is None or kept[0] is not known
+        if kept is not None and not self._known[place] and kept[0].keys() == known.keys():
+            stale = place == self._turn
+        if stale or kept is None:
             kept = self._rows[place] = (known, self._row(place, known))
         return kept[1]
 
@@ -70,10 +82,8 @@ class Periods:
         costs, row = self._costs[place], []
         for option, cost in enumerate(costs):
             near = min(known, key=lambda o: (o != option, abs(costs[o] - cost), o))
-            surplus = known[near]
-            if option != near and surplus > 0:
-                surplus = max(0, surplus - max(0, cost - costs[near]))
-            row.append(surplus)
+            unseen = 0 if option == near else (costs[near] + known[near]) * DOUBT // 1000
+            row.append(known[near] + unseen)
         return tuple(row)
 
 

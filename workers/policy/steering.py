@@ -4,7 +4,6 @@ again. Pure; its clock is the count of decode steps."""
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections import deque
 from dataclasses import replace
@@ -26,10 +25,10 @@ from overstory.workers.policy.choice import (
     affordable,
     choose,
     place_of,
-    rate,
+    rates,
 )
 from overstory.workers.policy.cost_table import CostTable
-from overstory.workers.policy.evidence import FADE_STEPS, WANTED, KindEvidence, Share, Walk
+from overstory.workers.policy.evidence import WANTED, KindEvidence, Share, Walk
 from overstory.workers.policy.options import PLAIN, Options
 from overstory.workers.policy.periods import Periods
 from overstory.workers.policy.step_times import StepTimes
@@ -118,7 +117,7 @@ class Steering:
         """
         with self._lock:
             for kind in self._kinds:
-                kind.fade(math.exp(-steps / FADE_STEPS))
+                kind.pass_steps(steps)
             self._judge_drafter(steps)
             self._version += 1
             believed = Beliefs(
@@ -160,12 +159,16 @@ class Steering:
         place = place_of(self._table, shape.batch, shape.sampled)
         self._visits.pass_steps(place, steps)
         best = choose(self._table, beliefs, shape, allowed, PLAIN, margin=0)
-        good = rate(self._table, beliefs, shape, best)
+        every = rates(self._table, beliefs, shape)
+        good = every[best]
+        known = [self._periods.seen(place, option) for option in range(len(every))]
         prices = {}
         for option in affordable(self._table, beliefs, shape, allowed):
-            tried = rate(self._table, beliefs, shape, option)
-            slower = tried.cost_us / good.cost_us
-            prices[option] = Price(tried.tokens / good.tokens / slower, PROBE_RUN * slower)
+            if not (known[best] or known[option]):
+                continue  # it would tell nothing: neither is known relative to the others
+            slower = every[option].cost_us / good.cost_us
+            share = every[option].tokens / good.tokens / slower
+            prices[option] = Price(share, PROBE_RUN * slower, known[best] and known[option])
         option_due = self._visits.due(place, best, prices)
         if option_due is None:
             return NO_PROBE

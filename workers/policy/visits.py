@@ -35,14 +35,18 @@ class Price:
     Attributes:
         share: its tokens per time, of those of the best option.
         steps: time of a visit, in steps of the best one.
+        known: whether a visit has told what it takes.
     """
 
     share: float
     steps: float
+    known: bool = True
 
 
 def interval(price: Price, visits: int) -> float:
     """Steps from one visit to the next, after so many visits."""
+    if not price.known:
+        return STEPS[0] / 2
     lost = max(0.0, 1 - price.share) * price.steps
     full = min(max(lost * 1000 / LOSS, STEPS[0]), STEPS[1])
     young = not visits or (price.share >= HOPELESS and lost <= DEAR)
