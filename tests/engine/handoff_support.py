@@ -74,7 +74,7 @@ def open_peer(
     elif TRANSPORT == "tcp":
         _PEERS.open(name, "tcp", ticket, 20.0, transfer_s, 64 << 20)
     else:
-        _PEERS.open(name, "nccl", ticket, 20.0, transfer_s, 256 << 20)
+        _PEERS.open(name, "nccl", ticket, 20.0, transfer_s, 512 << 20)
 
 
 def close_peer(scheduler: Any, name: str) -> None:

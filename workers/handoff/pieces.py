@@ -16,8 +16,8 @@ import torch
 
 from overstory.workers.collectives import CollectiveError, Communicator
 
-PIECE_BYTES = {"tcp": 64 << 20, "nccl": 256 << 20}
-"""Largest piece. Smaller ones leave NVLink waiting for launches (docs/hand-off.md)."""
+PIECE_BYTES = {"tcp": 64 << 20, "nccl": 512 << 20}
+"""Largest piece. Smaller ones leave NVLink waiting between them (docs/hand-off.md)."""
 _ROW = 1 << 13
 _WORDS = _ROW // 8
 _TAIL = 16
