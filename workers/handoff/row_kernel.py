@@ -1,7 +1,7 @@
 """Rows of many KV tensors to or from a staging by one launch.
 
 Layer by layer the host is the limit: 61 launches for 256 MiB take it longer than NVLink takes to
-carry them (237 of 359 GB/s). Compiled by NVRTC through CuPy, which hand-offs between GPUs need anyway.
+carry them (237 of 359 GB/s). NVRTC compiles it through CuPy, which carries hand-offs anyway.
 """
 
 from __future__ import annotations
