@@ -13,7 +13,7 @@ import pytest
 
 from overstory.orchestrator import restart as restart_module
 from overstory.orchestrator import scale as scale_module
-from overstory.orchestrator.app import replica_deployment
+from overstory.orchestrator.app import build_app, replica_deployment
 from overstory.orchestrator.inventory import NodeInventory
 from overstory.orchestrator.plan import PlanError
 from overstory.orchestrator.progress import Progress
@@ -306,3 +306,10 @@ def test_serve_replaces_one_at_a_time_and_waits_longer_than_we_do(spec, surge: b
     for replicas in (1, 3, 50):
         assert max(int(config.rolling_update_percentage * replicas), 1) == 1  # as Serve counts
         assert (config.max_surge_percent * replicas + 99) // 100 == int(surge)
+
+
+def test_the_gateway_stays_through_a_restart(spec) -> None:
+    """Serve draws a new version where none is given, and replaces what has another one."""
+    first, second = (build_app(spec, 1, version)._bound_deployment for version in ("v1", "v2"))
+    assert first.name == "Gateway"
+    assert first.version == second.version is not None
