@@ -153,7 +153,7 @@ def run(recorded: Recorded, seed: int, stages: tuple[int, ...]) -> list[Outcome]
                     option, count, recorded.sampled, expected(option), round(took)
                 )
             last = option
-            learning = decision.why == "unknown" or step % OBSERVED_STEPS[count <= OBSERVED] == 0
+            learning = decision.why == "unknown" or step % OBSERVED_STEPS == 0
             for _ in range(min(count, OBSERVED) if option != PLAIN and learning else 0):
                 steering.observe(kind, recorded.walk(option, dice))
             out.tokens += recorded.tokens[option]

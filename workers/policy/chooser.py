@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 SYNC_STEPS = 16
 """Decode steps between two broadcasts of beliefs."""
 
-OBSERVED = 4
+OBSERVED = 2
 """Most requests of a step whose walks are counted, others each time."""
 
-OBSERVED_STEPS = {True: 2, False: 4}
-"""Of how many steps the walks of one are counted, where the batch is small (up to `OBSERVED`
-requests) and where it is not: counting takes the host's time, 20 us a walk."""
+OBSERVED_STEPS = 4
+"""The walks of one step of so many are counted: each takes the host ten microseconds, and what it
+does is time of a step. All steps are, until it is known what a kind of requests accepts."""
 
 _KIND = "overstory_kind"
 _CONTEXT_GRAIN = 64
@@ -229,7 +229,7 @@ class StepChooser:
             return None
         self._turn += 1
         learning = self._last is not None and self._last.why in ("unknown", "trial")
-        if not learning and self._turn % OBSERVED_STEPS[len(batch.reqs) <= OBSERVED]:
+        if not learning and self._turn % OBSERVED_STEPS:
             return None
         kinds = [kind if drafting else None for drafting, kind in map(kind_of, batch.reqs)]
         columns = (tree.parents, tree.ranks, tree.sizes, accepted.rows)

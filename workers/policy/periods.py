@@ -31,6 +31,7 @@ class Periods:
         self._times = [Compared() for _ in costs]
         self._known: list[dict[int, int]] = [{} for _ in costs]
         self._rows: dict[int, tuple[dict[int, int], tuple[int, ...]]] = {}
+        self._nearest = list(range(len(self._costs)))  # of places without any, one that has some
         self._changed: set[int] = set()
         self._turn = 0
 
@@ -53,7 +54,10 @@ class Periods:
         as the nearest one.
         """
         for place in self._changed:
+            first = not self._known[place]
             self._known[place] = self._surpluses(place)
+            if first:
+                self._nearest = [_nearest(self._known, p) for p in range(len(self._known))]
         self._changed.clear()
         self._turn = (self._turn + 1) % len(self._costs)
         if not any(self._known):
@@ -69,7 +73,7 @@ class Periods:
 
     def _kept_row(self, place: int) -> tuple[int, ...]:
         """The row of a place. One that follows from another place's is made anew now and then."""
-        known = self._known[place] or _nearest(self._known, place)
+        known = self._known[place] or self._known[self._nearest[place]]
         kept = self._rows.get(place)
         stale = kept is None or kept[0] is not known
         if kept is not None and not self._known[place] and kept[0].keys() == known.keys():
@@ -87,12 +91,13 @@ class Periods:
         return tuple(row)
 
 
-def _nearest(known: Sequence[dict[int, int]], place: int) -> dict[int, int]:
-    """What is known at the nearest batch, of the same kind if two are as near."""
+def _nearest(known: Sequence[dict[int, int]], place: int) -> int:
+    """The place of the nearest batch of which anything is known, of the same kind if two are as
+    near; ``place`` itself if nothing is."""
     batches = len(known) // 2
 
     def distance(other: int) -> tuple[int, bool, int]:
         apart = abs(other % batches - place % batches)
         return apart, other // batches != place // batches, other
 
-    return known[min((p for p, seen in enumerate(known) if seen), key=distance)]
+    return min((p for p, seen in enumerate(known) if seen), key=distance, default=place)
