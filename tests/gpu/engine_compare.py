@@ -163,7 +163,7 @@ def speeds(every: dict[str, dict[str, Any]]) -> None:
     print("\n== tokens/s: median (runs), ms per forward, tokens per forward, of the best but auto")
     for (conc, temperature), names in sorted(cells.items(), key=lambda item: item[0][::-1]):
         rates = {n: statistics.median(r["tokens_per_s"] for r in rows) for n, rows in names.items()}
-        best = max((rate for name, rate in rates.items() if name != "auto"), default=1.0)
+        best = max((rate for name, rate in rates.items() if "auto" not in name), default=1.0)
         print(f"  {conc} requests, T {temperature}")
         for name, rows in names.items():
             runs = " ".join(f"{row['tokens_per_s']:.0f}" for row in rows)

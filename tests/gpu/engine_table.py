@@ -2,9 +2,11 @@
 
 engine_table.py RESULTS COMMIT VERSIONS GPU CSV SVG
 
-Columns are those of `overstory bench --json` as far as they exist here (nothing passes HTTP, so
-there are no first tokens), and `apart`: ms per step of the slowest round over the fastest. The same
-steps run in every greedy round, so it says how far a row can be believed.
+Columns are those of `overstory bench --json` as far as they exist here. `ttft_ms` is the engine's
+own: nothing passes HTTP, and the prompt is in the prefix cache after the first batch. `apart` is
+the third quartile of ms per step over the first, batch by batch; the same steps run in every greedy
+batch, so it says how far a row can be believed. `of_best` of `auto`: by the least favourable mode
+of its engine, the median of the ratios of tokens/s of batches that ran in the same round.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from engine_plot import write_plot
 
 LONG = 32768
 BASE = "stock"
+AUTO, FIRST = "auto", "auto-first"
 
 
 def rows(results: dict[str, Any], **of_run: str) -> list[dict[str, Any]]:
@@ -34,10 +37,39 @@ def rows(results: dict[str, Any], **of_run: str) -> list[dict[str, Any]]:
             cells.setdefault(key, []).append(run)
     every = [_row(key, runs) | of_run for key, runs in sorted(cells.items())]
     base = {_place(row): row["tokens_per_s"] for row in every if row["mode"] == BASE}
-    for row in every:
+    shares = {key: _of_best(key, cells) for key in cells if key[-1] == AUTO}
+    for row, key in zip(every, sorted(cells), strict=True):
         found = base.get(_place(row))
         row["speedup"] = round(row["tokens_per_s"] / found, 2) if found else None
+        row["of_best"], row["best"] = shares.get(key, (None, None))
     return every
+
+
+def _of_best(
+    key: tuple[Any, ...], cells: dict[tuple[Any, ...], list[dict[str, Any]]]
+) -> tuple[float | None, str | None]:
+    """Least median of ratios of the automatic rule to a fixed mode, and that mode."""
+    mine, found = _rounds(cells[key]), {}
+    for other, runs in cells.items():
+        if other[:-1] != key[:-1] or other[-1] in (AUTO, FIRST):
+            continue
+        theirs = _rounds(runs)
+        ratios = [mine[at] / theirs[at] for at in mine.keys() & theirs.keys()]
+        if ratios:
+            found[other[-1]] = statistics.median(ratios)
+    if not found:
+        return None, None
+    worst = min(found, key=lambda mode: found[mode])
+    return round(found[worst], 3), worst
+
+
+def _rounds(runs: Sequence[dict[str, Any]]) -> dict[tuple[int, int], float]:
+    """(repeat, round) -> tokens/s of the batch that ran then."""
+    return {
+        (run["repeat"], number): tokens / seconds
+        for run in runs
+        for number, (tokens, seconds, _) in enumerate(run.get("batches", ()))
+    }
 
 
 def _place(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -46,7 +78,12 @@ def _place(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def _row(key: tuple[Any, ...], runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     context, temperature, concurrency, engine, mode = key
-    times = [run["ms_per_forward"] for run in runs]
+    batches = [batch for run in runs for batch in run.get("batches", ())] or [
+        [run["tokens_per_s"], 1.0, 1e3 / run["ms_per_forward"]] for run in runs
+    ]
+    tokens, seconds, forwards = (sum(column) for column in zip(*batches, strict=True))
+    times = sorted(1e3 * took / steps for _, took, steps in batches)
+    low, high = (times[round(q * (len(times) - 1))] for q in (0.25, 0.75))
     choices, offered, accepted = _counts(runs)
     return {
         "engine": engine,
@@ -54,19 +91,26 @@ def _row(key: tuple[Any, ...], runs: Sequence[dict[str, Any]]) -> dict[str, Any]
         "concurrency": concurrency,
         "temperature": temperature,
         "load": f"{context} tokens of context",
-        "tokens_per_s": round(statistics.median(run["tokens_per_s"] for run in runs), 1),
-        "tokens_per_forward": round(
-            statistics.median(run["tokens_per_forward"] for run in runs) / concurrency, 3
-        ),
+        "tokens_per_s": round(tokens / seconds, 1),
+        "tokens_per_forward": round(tokens / forwards / concurrency, 3),
         "ms_per_step": round(statistics.median(times), 3),
-        "least_ms_per_step": round(min(times), 3),
-        "apart": round(max(times) / min(times), 2),
+        "least_ms_per_step": round(times[0], 3),
+        "apart": round(high / low, 2),
+        "batches": len(batches),
+        "seconds": round(seconds, 2),
+        "ttft_ms": _median(runs, "ttft_ms"),
+        "ttft_p95_ms": _median(runs, "ttft_p95_ms"),
         "accepted_by_depth": " ".join(
             f"{a / offered[0]:.4f}" for a in accepted if offered and offered[0]
         ),
         "tokens_per_s_rounds": " ".join(f"{run['tokens_per_s']:.0f}" for run in runs),
         "choices": " ".join(f"{name}={count}" for name, count in choices.items()),
     }
+
+
+def _median(runs: Sequence[dict[str, Any]], key: str) -> float | None:
+    known = [run[key] for run in runs if key in run]
+    return round(statistics.median(known), 2) if known else None
 
 
 def _counts(runs: Sequence[dict[str, Any]]) -> tuple[dict[str, int], list[int], list[int]]:
@@ -82,7 +126,8 @@ def _counts(runs: Sequence[dict[str, Any]]) -> tuple[dict[str, int], list[int], 
 
 
 def tables(every: list[dict[str, Any]]) -> Iterator[str]:
-    """By temperature: a line for each mode, tokens/s by concurrency, and in brackets `apart`."""
+    """By temperature: a line for each mode, tokens/s by concurrency, and in brackets `apart`; then
+    what share of the best mode `auto` got."""
     for temperature in dict.fromkeys(row["temperature"] for row in every):
         some = [row for row in every if row["temperature"] == temperature]
         sizes = sorted({row["concurrency"] for row in some})
@@ -92,6 +137,10 @@ def tables(every: list[dict[str, Any]]) -> Iterator[str]:
         for mode in dict.fromkeys(row["mode"] for row in some):
             cells = {row["concurrency"]: row for row in some if row["mode"] == mode}
             yield f"| {mode} | " + " | ".join(_cell(cells.get(size)) for size in sizes) + " |"
+        own = {row["concurrency"]: row for row in some if row["mode"] == AUTO}
+        if own:
+            cells = (f"{own[n]['of_best']} ({own[n]['best']})" if n in own else "" for n in sizes)
+            yield "| auto of the best | " + " | ".join(cells) + " |"
         yield ""
 
 
@@ -109,7 +158,7 @@ def main() -> None:
         writer.writeheader()
         writer.writerows(every)
     short = [row for row in every if not row["load"].startswith(str(LONG))]
-    write_plot(short, gpu, Path(picture))
+    write_plot([row for row in short if row["mode"] != FIRST], gpu, Path(picture))
     print("\n".join(tables(short)))
     for row in every:
         if row not in short:
