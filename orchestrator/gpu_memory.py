@@ -5,7 +5,7 @@ reserve is for, so that a plan can tell when it is too small. Defaults are those
 `ServerArgs` (`_handle_gpu_memory_settings`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from overstory.orchestrator.model_facts import DrafterFacts, TargetFacts
@@ -24,8 +24,14 @@ _BY_MEMORY = (
 )
 _UNKNOWN_GPU = (4096, 160)
 
-GRAPH_NODES_BYTES = 2.0 * MIB
-"""Allowance for the nodes of one captured graph: about 1,500 kernels of 1.3 KiB."""
+GRAPH_LAYER_BYTES = 0.18e6
+"""Of a layer in a captured graph, some 25 kernels: what 33 captured forwards of 61 layers took
+of an H200 beyond torch's buffers (docs/benchmarks/rank_slice_h200.md)."""
+CAPTURE_BYTES = (32 + 20) * MIB
+"""Of each set of graphs, whatever its size: cuBLAS's workspace on Hopper, and the least piece of
+large memory that torch takes."""
+WHOLE_STEP_DRAWS = 3
+"""Ways to draw that whole steps are captured with (`overstory.workers.ddtree.step_graph.DRAWS`)."""
 PREFIX_CHUNK_TOKENS = 128 * 1024
 """Tokens whose keys and values SGLang expands at a time in a prefill over a cached prefix."""
 _ALIVE = 6
@@ -90,21 +96,56 @@ def logits_bytes(target: TargetFacts, rows: int, tp_size: int) -> float:
 def graph_bytes(
     target: TargetFacts, drafter: DrafterFacts | None, flags: Mapping[str, Any], gpu_bytes: float
 ) -> float:
-    """All captured decode graphs: their nodes, and buffers of the largest (they share them).
+    """All captured decode graphs: see `capture_bytes`.
 
-    With a drafter there is a set for each tier of rows, and one of the drafter's own.
+    With a drafter there is a set for each tier of rows, one of the drafter's own, and with one rank
+    whole steps.
     """
-    tiers = captured_batches(flags, gpu_bytes)
-    if not tiers:
+    batches = captured_batches(flags, gpu_bytes)
+    if not batches:
         return 0.0
-    most = flags.get("speculative_num_draft_tokens") or 1
-    rows, tp_size = max(tiers) * most, flags.get("tp_size", 1)
-    sets = 1.0
+    most, tp_size = flags.get("speculative_num_draft_tokens") or 1, flags.get("tp_size", 1)
+    rows = (most,) if drafter is None else tier_rows(most, drafter.block_size)
+    draws = WHOLE_STEP_DRAWS if drafter is not None and tp_size == 1 else 0
+    return capture_bytes(target, drafter, batches, rows, tp_size, draws)
+
+
+def capture_bytes(
+    target: TargetFacts,
+    drafter: DrafterFacts | None,
+    batches: Sequence[int],
+    rows: Sequence[int],
+    tp_size: int,
+    draws: int,
+) -> float:
+    """Memory of graphs: their nodes, and for each set of them the buffers of its largest batch.
+
+    Sets do not share buffers (measured: docs/benchmarks/rank_slice_h200.md).
+
+    Args:
+        batches: numbers of requests that are captured.
+        rows: per request, a set for each.
+        draws: whole steps are captured with so many ways to draw; 0: none are.
+    """
+    largest = max(batches)
+
+    def one_set(tokens: int) -> float:
+        return (
+            CAPTURE_BYTES
+            + layer_bytes(target, tokens, tp_size)
+            + logits_bytes(target, tokens, tp_size)
+        )
+
+    total = sum(one_set(largest * each) for each in rows)
+    layers = len(batches) * len(rows) * target.num_layers
     if drafter is not None:
-        own = drafter.num_layers / max(1, target.num_layers)
-        sets = len(tier_rows(most, drafter.block_size)) + own
-    buffers = layer_bytes(target, rows, tp_size) + logits_bytes(target, rows, tp_size)
-    return len(tiers) * sets * GRAPH_NODES_BYTES + buffers
+        total += one_set(largest * drafter.block_size)
+        layers += len(batches) * drafter.num_layers
+        if draws:
+            steps = len(batches) * draws * (2 + sum(each > 1 for each in rows))
+            total += one_set(largest * max(rows)) + CAPTURE_BYTES
+            layers += steps * (target.num_layers + drafter.num_layers)
+    return total + layers * GRAPH_LAYER_BYTES
 
 
 def workspace_bytes(

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import slice_engine as _engine_first  # sets the environment before SGLang is there
 from slice_bench import StepBench, eager
 from slice_config import published, rank_drafter, rank_target, toy, write_pair
-from slice_points import Cell, grid, levers, slots
+from slice_points import Cell, again, few, grid, levers, slots
 from slice_report import Report, wait_for
 
 RANKS = 8
@@ -47,6 +47,8 @@ class Role:
         fields: further server arguments.
         cells: what is measured.
         own_draft: the drafter's attention is ours; else SGLang's Triton.
+        counts: experts touched are counted, and steps of rows that are much alike timed.
+        early: small, so built before any is measured.
     """
 
     layers: int | None
@@ -54,16 +56,22 @@ class Role:
     fields: dict[str, Any]
     cells: tuple[Cell, ...]
     own_draft: bool = True
+    counts: bool = False
+    early: bool = False
 
 
 ROLES = {
-    "slice": Role(None, 4, {}, tuple(grid())),
-    "slice_old_draft": Role(None, 4, {}, tuple(grid()), own_draft=False),
-    "slice_triton": Role(None, 4, {"moe_runner_backend": "triton"}, tuple(grid()), own_draft=False),
-    "moe_triton": Role(4, 0, {"moe_runner_backend": "triton"}, tuple(levers())),
-    "moe_fused": Role(4, 0, {"enforce_shared_experts_fusion": True}, tuple(levers())),
-    "moe_marlin": Role(4, 0, {}, tuple(levers())),
-    "long": Role(4, 0, {}, ()),
+    "slice": Role(None, 4, {}, tuple(grid()), counts=True),
+    "slice_old_draft": Role(None, 4, {}, tuple(grid()), own_draft=False, counts=True),
+    "slice_triton": Role(
+        None, 4, {"moe_runner_backend": "triton"}, tuple(grid()), own_draft=False, counts=True
+    ),
+    "again": Role(None, 4, {}, tuple(again())),
+    "moe_triton": Role(4, 0, {"moe_runner_backend": "triton"}, tuple(levers()), early=True),
+    "moe_fused": Role(4, 0, {"enforce_shared_experts_fusion": True}, tuple(levers()), early=True),
+    "moe_marlin": Role(4, 0, {}, tuple(levers()), counts=True, early=True),
+    "few": Role(4, 0, {}, tuple(few()), early=True),
+    "long": Role(3, 0, {}, (), early=True),
 }
 
 
@@ -119,7 +127,7 @@ class Measurement:
         self._engine, self._report, self._deadline = engine, report, deadline
         self._out, self._profiles = out, 0
         self._left_out: list[str] = []
-        self._whole = report.content["role"].startswith("slice")
+        self._counts = ROLES[report.content["role"]].counts
         self._points: list[dict[str, Any]] = []
 
     def run(self, scheduler: Any, cells: list[Cell]) -> None:
@@ -127,11 +135,14 @@ class Measurement:
         del scheduler
         worker = self._engine.worker
         bench = StepBench(worker, on_cuda=not TOY)
-        ours = 1 + max(i for i, cell in enumerate(cells) if cell.backend == "overstory")
+        # Another backend's steps take long: what is counted comes before.
+        kinds = [cell.backend for cell in cells]
+        ours = kinds.index("triton") if "triton" in kinds else len(kinds)
         self._cells(bench, worker, cells[:ours])
-        if self._whole:
+        if self._counts:
             self._report.attempt("experts", lambda: self._experts(bench, cells))
-            self._report.attempt("alike", lambda: self._alike(bench))
+            if ROLES[self._report.content["role"]].layers is None:
+                self._report.attempt("alike", lambda: self._alike(bench))
         self._cells(bench, worker, cells[ours:])
 
     def _cells(self, bench: StepBench, worker: Any, cells: list[Cell]) -> None:
@@ -171,7 +182,9 @@ class Measurement:
             self._report.put("points", self._points)
         if cell.profiled and self._left() > 2 + 3e-6 * sum(p["step_us"] for p in new):
             self._profiles += 1
-            name = f"launches-{self._profiles}-{cell.backend}-{cell.batch}-{cell.context}.json.gz"
+            role = self._report.content["role"]
+            where = f"{cell.backend}-{cell.batch}-{cell.context}"
+            name = f"launches-{role}-{self._profiles}-{where}.json.gz"
             found = bench.stages([p["rows"] for p in new], profiled, self._out / name)
             for point, stages in zip(new, found, strict=False):
                 point["stages_us"] = stages
@@ -214,9 +227,10 @@ class Measurement:
 
 
 def long_context(engine: Any, report: Report) -> None:
-    """A long prompt by chunks, then decoding; then one text from near and from far slots."""
-    report.attempt("long", lambda: _long_prompt(engine, report, 1500 if TOY else LONG_CONTEXT))
+    """One text from near and from far slots; then a long prompt by chunks, and decoding."""
     report.attempt("far_slots", lambda: _far_slots(engine, 200 if TOY else SHORT_LONG))
+    engine.flush_cache()
+    report.attempt("long", lambda: _long_prompt(engine, report, 1500 if TOY else LONG_CONTEXT))
 
 
 def _prompt(length: int) -> list[int]:
@@ -283,25 +297,30 @@ def _step_until(engine: Any, rid: str, met: Callable[[Any], bool], act: Callable
 
 
 def _far_slots(engine: Any, length: int) -> dict[str, Any]:
-    """One greedy text from the first slots of the pool, one from the last."""
-    texts, places = [], []
+    """One greedy text from the first slots of the pool, one from the last: tokens, and the
+    log-probabilities of each, since a model of random weights may say one token for ever."""
+    texts, places, chances = [], [], []
     pool = engine.scheduler.token_to_kv_pool_allocator
     for far in (False, True):
         engine.flush_cache()
         held = pool.alloc(pool.available_size() - length - 4096) if far else None
         prompt = _prompt(length)
-        rid = engine.submit(prompt, {"temperature": 0.0, "max_new_tokens": 32, "ignore_eos": True})
+        asked = {"temperature": 0.0, "max_new_tokens": 32, "ignore_eos": True}
+        rid = engine.submit(prompt, asked, return_logprob=True)
         _step_until(engine, rid, lambda output: bool(output.ids), lambda: None)
         table = engine.scheduler.req_to_token_pool.req_to_token
         places.append(int(table.max()))
         _step_until(engine, rid, lambda output: output.done, lambda: None)
         engine.step(3)
         texts.append(engine.outputs[rid].ids)
+        chances.append(engine.outputs[rid].logprobs)
         if held is not None:
             pool.free(held)
     width = engine.worker.model_runner.token_to_kv_pool.kv_buffer[0].shape[-1]
     return {
         "equal": texts[0] == texts[1],
+        "logprobs_apart": max(abs(a - b) for a, b in zip(*chances, strict=True)),
+        "logprobs": chances[0][:8],
         "highest_slot": places,
         "highest_element": [place * width for place in places],
         "distinct_tokens": len(set(texts[0])),
@@ -325,36 +344,55 @@ def load_sglang() -> None:
     import sglang.srt.models.registry  # noqa: F401
 
 
+def started(name: str, out: Path, report: Report) -> Any:
+    """The role's engine."""
+    begun = time.monotonic()
+    engine = build(name, out)
+    report.put("start_s", time.monotonic() - begun)
+    config = engine.worker.model_runner.model_config
+    report.attempt("layers", lambda: config.num_hidden_layers)
+    report.put("memory", _memory())
+    report.put("whole_steps_failed", engine.not_captured)
+    report.put("graphs", engine.graphs)
+    return engine
+
+
 def main() -> None:
     name, out, seconds = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
+    earlier, role = sys.argv[4:], ROLES[sys.argv[1]]
     deadline = time.monotonic() + seconds
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s", force=True)
     report = Report(name, out)
     begun = time.monotonic()
     load_sglang()  # takes long: while the earlier ones run
     report.put("loaded_s", time.monotonic() - begun)
-    wait_for(out, sys.argv[4:])
-    report.put("waited_s", time.monotonic() - begun)
-    others = [out / f"{other}.json" for other in ROLES if other.startswith("slice")]
-    if name.startswith("slice_") and any(map(_measured, others)):
-        report.put("left_out", ["all: another role has measured"])
-        os._exit(0)
-    if deadline - time.monotonic() < 20:
-        report.put("left_out", ["all: no time"])
-        os._exit(3)
     try:
-        begun = time.monotonic()
-        engine = build(name, out)
-        report.put("start_s", time.monotonic() - begun)
-        report.put("memory", _memory())
-        report.put("whole_steps_failed", engine.not_captured)
+        engine = None
+        if role.early:  # after the first of them: what its captures take is weighed
+            wait_for(out, [other for other in earlier if other == "kernels"])
+            before = [other for other in earlier if other in ROLES and ROLES[other].early]
+            wait_for(out, before[:1], ("built", "done"))
+            engine = started(name, out, report)
+            (out / f"{name}.built").touch()
+            after = [word for word in os.environ.get("RANK_SLICE_BUILT", "").split(",") if word]
+            wait_for(out, after, ("built", "done"))
+        wait_for(out, earlier)
+        report.put("waited_s", time.monotonic() - begun)
+        others = [out / f"{other}.json" for other in ROLES if other.startswith("slice")]
+        if name.startswith("slice_") and any(map(_measured, others)):
+            report.put("left_out", ["all: another role has measured"])
+            os._exit(0)
+        if deadline - time.monotonic() < (5 if engine else 20):
+            report.put("left_out", ["all: no time"])
+            os._exit(3)
+        engine = engine or started(name, out, report)
         if name == "long":
             long_context(engine, report)
         else:
             measurement = Measurement(engine, report, deadline, out)
             report.attempt(
                 "measured",
-                lambda: engine.at_boundary(measurement.run, cells_of(ROLES[name])) and "all",
+                lambda: engine.at_boundary(measurement.run, cells_of(role)) and "all",
             )
     except BaseException:
         report.failed("run")

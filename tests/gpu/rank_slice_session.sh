@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # One rank of Kimi-K2.6 at TP 8 on one GPU: decode steps by stage, ways to run experts, a long prompt.
 #
-#   tests/gpu/rank_slice_session.sh OUT SECONDS [ROLE...]
+#   tests/gpu/rank_slice_session.sh OUT SECONDS [ROLE[=SECONDS]...]
 #
 # Needs python3 with torch and triton, nvcc, and SGLang on PYTHONPATH; no install of this project.
-# Roles (rank_slice.py) load SGLang side by side and then run one after the other; the first has
-# what the others leave. `slice_old_draft` (the drafter on SGLang's attention) and `slice_triton`
+# Roles (rank_slice.py) load SGLang side by side and then run one after the other; each but the first
+# has its own seconds kept for it, the first what they leave. Small ones (moe_*, few, long) are all built
+# before any of them is measured. `slice_old_draft` (the drafter on SGLang's attention) and `slice_triton`
 # (the experts on Triton as well) run only if those before measured nothing. TVM_FFI_CACHE_DIR may
 # hold SGLang's kernels built before. Into OUT:
 #   slice.json        results of all roles; roles/ has each as it comes, and the launches profiled
@@ -16,9 +17,9 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 source "$root/tests/gpu/without_install.sh"
 out=${1:?folder for the results} seconds=${2:?seconds in all}
 shift 2
-roles=("$@")
-[ ${#roles[@]} -gt 0 ] || roles=(slice slice_old_draft slice_triton moe_triton long)
-later_s=${RANK_SLICE_LATER_S:-0} # kept free for each role but the first
+given=("$@")
+[ ${#given[@]} -gt 0 ] || given=(slice slice_old_draft slice_triton moe_triton long)
+roles=("${given[@]%%=*}")
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 python=${PYTHON:-python3}
@@ -58,27 +59,27 @@ build() { # the kernels, while the roles load SGLang; `kernels` is done before a
   touch "$out/roles/kernels.done"
 }
 build &
-# SGLang may come without compiled modules: eight processes are faster at it than the roles' own.
-[ "${RANK_SLICE_TOY:-0}" = 1 ] || "$python" - <<'PY' &
-import compileall, importlib.util
-place = importlib.util.find_spec("sglang").submodule_search_locations[0]
-compileall.compile_dir(place, quiet=2, workers=8)
-PY
-
 run() { # role, seconds from now, roles that run before it
   local role=$1 given=$2 begun=$SECONDS
   shift 2
-  # A timed-out role still leaves what it had written.
-  timeout -k 5 $((seconds - SECONDS - 6)) "$python" "$root/tests/gpu/rank_slice.py" \
+  # A timed-out role still leaves what it had written, and the others their time.
+  local most=$((given + 10)) left=$((seconds - SECONDS - 6))
+  timeout -k 5 $((most < left ? most : left)) "$python" "$root/tests/gpu/rank_slice.py" \
     "$role" "$out/roles" "$given" "$@" >"$out/roles/$role.txt" 2>&1
   echo "$role: exit $? after $((SECONDS - begun)) s" >>"$out/summary.txt"
   touch "$out/roles/$role.done"
 }
+early=()
+for role in "${roles[@]}"; do
+  case $role in moe_* | few | long) early+=("$role") ;; esac
+done
+RANK_SLICE_BUILT=$(IFS=,; echo "${early[*]}") # nobody is measured before these are built
+export RANK_SLICE_BUILT
 earlier=(kernels)
 for ((number = 0; number < ${#roles[@]}; number++)); do
   role=${roles[number]} after=0
-  for other in "${roles[@]:number+1}"; do # each ends before the time of those after it begins
-    case $other in slice*) ;; *) after=$((after + later_s)) ;; esac
+  for other in "${given[@]:number+1}"; do # each ends before the time of those after it begins
+    case $other in *=*) after=$((after + ${other#*=})) ;; esac
   done
   run "$role" $((seconds - SECONDS - 8 - after)) "${earlier[@]}" &
   earlier+=("$role")

@@ -166,6 +166,57 @@ def shape_steps(tree_tiers: tuple[int, ...], failed: list[str]) -> None:
     worker.StepGraphs = captured  # type: ignore[assignment,misc]
 
 
+def take_built_modules() -> None:
+    """SGLang's modules that were built before are taken as they are: ninja would make them anew
+    where a header of the machine that built them is missing. One of them takes minutes."""
+    from tvm_ffi.cpp import extension
+
+    build = extension.build_ninja
+
+    def build_ninja(build_dir: str) -> None:
+        if not any(Path(build_dir).glob("*.so")):
+            build(build_dir)
+
+    extension.build_ninja = build_ninja
+
+
+def weigh_graphs(found: list[dict[str, Any]]) -> None:
+    """Notes what each capture takes: memory that torch holds more of (buffers), and memory that is
+    gone beyond that (nodes, kernels that are loaded)."""
+    import torch
+    from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
+
+    from overstory.workers.ddtree import step_graph
+
+    if not torch.cuda.is_available():
+        return
+    capture, record = DecodeCudaGraphRunner.__init__, step_graph.CudaRecorder.record
+
+    def state() -> tuple[int, int]:
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        return total - free, torch.cuda.memory_reserved()
+
+    def weighed(kind: str, act: Any) -> Any:
+        used, held = state()
+        made = act()
+        used_after, held_after = state()
+        buffers = held_after - held
+        beyond = used_after - used - buffers
+        found.append({"kind": kind, "buffer_bytes": buffers, "beyond_bytes": beyond})
+        return made
+
+    def runner(self: Any, *arguments: Any, **named: Any) -> None:
+        rows = named.get("speculative_num_draft_tokens", "all")
+        weighed(f"runner {rows}", lambda: capture(self, *arguments, **named))
+
+    def recorded(self: Any, act: Any) -> Any:
+        return weighed("step", lambda: record(self, act))
+
+    DecodeCudaGraphRunner.__init__ = runner
+    step_graph.CudaRecorder.record = recorded  # type: ignore[method-assign]
+
+
 def after_loading(noise: list[RowNoise], scale: float, noisy: bool) -> None:
     """Every model is freshened when it is loaded; a target's embedding gets noise."""
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -221,7 +272,10 @@ class SliceEngine(harness.EngineHarness):
         if kv_sets:
             share_kv(kv_sets)
         self.not_captured: list[str] = []
+        self.graphs: list[dict[str, Any]] = []
         shape_steps((9, 17), self.not_captured)
+        weigh_graphs(self.graphs)
+        take_built_modules()
         after_loading(self.noise, scale, noisy)
         cuda = {
             "attention_backend": "overstory",

@@ -13,7 +13,7 @@ from typing import Any
 
 from slice_rows import read
 from slice_stages import STAGES
-from slice_tables import exchanges_us, merged, serving_us
+from slice_tables import exchanges_us, merged, serving_us, whole
 
 _COLOURS = {
     "attention": "#c8553d",
@@ -81,7 +81,7 @@ def main() -> None:
     rows = int(sys.argv[3]) if len(sys.argv) > 3 else 9
     found = [
         point
-        for point in merged(read(Path(sys.argv[1])))
+        for point in whole(merged(read(Path(sys.argv[1]))))
         if (point["backend"], point["batch"], point["rows"]) == ("overstory", 1, rows)
         and point["stages_us"]
     ]

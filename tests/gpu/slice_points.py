@@ -43,6 +43,23 @@ def grid() -> list[Cell]:
     return ours + [Cell(b, c, (9,), "triton") for b, c in triton]
 
 
+def few() -> list[Cell]:
+    """Points that an engine of few layers measures, where all of them would not fit or take too
+    long: the longest contexts, and each where SGLang's Triton attention is compared."""
+    ours = [Cell(b, 200_000, (9, *_OTHERS), "overstory") for b in (4, 16)]
+    both = [(b, c) for b in (1, 4) for c in CONTEXTS]
+    ours += [Cell(b, c, (9,), "overstory") for b, c in both if (b, c) != (4, 200_000)]
+    return ours + [Cell(b, c, (9,), "triton") for b, c in both]
+
+
+def again() -> list[Cell]:
+    """The points of the goals and those around them: after a change of the attention."""
+    lengths = (65536, 200_000, 8192, 1024)
+    ours = [Cell(1, c, (9,), "overstory", profiled=False) for c in lengths]
+    ours += [Cell(1, c, (9, 8, 17, 33, 1), "overstory") for c in lengths]
+    return ours + [Cell(b, c, (9, 8, 1), "overstory") for c in (65536, 8192) for b in (4, 16)]
+
+
 def levers() -> list[Cell]:
     """Where a way to run the experts is compared with another."""
     return [Cell(b, 1024, (1, 9, 17, 33), "overstory") for b in BATCHES]

@@ -45,8 +45,8 @@ class Report:
         self.put("failed", sorted(self.content["errors"]))
 
 
-def wait_for(out: Path, earlier: Iterable[str]) -> None:
-    """Until ``out`` holds NAME.done of all of ``earlier``."""
+def wait_for(out: Path, earlier: Iterable[str], ends: tuple[str, ...] = ("done",)) -> None:
+    """Until ``out`` holds a file NAME.END, of whichever end, of all of ``earlier``."""
     names = tuple(earlier)
-    while not all((out / f"{name}.done").exists() for name in names):
+    while not all(any((out / f"{name}.{end}").exists() for end in ends) for name in names):
         time.sleep(0.1)

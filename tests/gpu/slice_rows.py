@@ -1,6 +1,6 @@
 """The rank slice's points as rows of a CSV file, and back.
 
-slice_rows.py SESSION_FOLDER COMMIT GPU VERSIONS > ROWS.csv
+slice_rows.py SESSION_FOLDER ROLE[,ROLE...] COMMIT GPU VERSIONS [--no-head] >> ROWS.csv
 
 SESSION_FOLDER is what `rank_slice_session.sh` left. Stages are cut again from the launches it kept.
 """
@@ -22,36 +22,47 @@ TIMES = ("steps", "step_us", "least_us", "most_us", "in_a_row_us")
 STAGE_COLUMNS = (*STAGES, "pauses", "span")
 """Of a profiled step. ``pauses`` holds what CUPTI adds to the launch of a graph."""
 _STAGES = {f"{name}_us": name for name in STAGE_COLUMNS}
-COLUMNS = (*WHERE, "policy", "traced", *TIMES, *_STAGES, "gpu", "versions", "commit")
+COLUMNS = (
+    *WHERE,
+    "role",
+    "layers",
+    "policy",
+    "traced",
+    *TIMES,
+    *_STAGES,
+    "gpu",
+    "versions",
+    "commit",
+)
 Point = dict[str, Any]
 
 
-def points_of(folder: Path) -> list[Point]:
-    """Points of the session's slice in the order in which they were timed, with their stages.
+def points_of(folder: Path, role: str) -> list[Point]:
+    """Points of a role of the session in the order in which they were timed, with their stages.
 
     ``traced`` says whether a profiler had been used in the process before the point was timed;
     from then on every step takes longer, also without one.
     """
-    role = json.loads((folder / "slice.json").read_text())["slice"]
-    points: list[Point] = role["points"]
-    profiles = _profiles(folder / "roles")
+    found = json.loads((folder / "slice.json").read_text())[role]
+    points: list[Point] = found["points"]
+    profiles = _profiles(folder / "roles", role)
     traced = False
     cell: tuple[Any, ...] | None = None
     for point in points:
         here = (point["profiled"], *(point[name] for name in WHERE[:3]))
         traced |= cell is not None and cell != here and cell[0]
         cell = here
-        point["traced"] = int(traced)
+        point |= {"role": role, "layers": found["layers"], "traced": int(traced)}
         key = tuple(point[name] for name in WHERE)
         point["stages_us"] = profiles.get(key) if point["profiled"] else None
     return points
 
 
-def _profiles(folder: Path) -> dict[tuple[Any, ...], dict[str, float]]:
-    """Median stages by point, from all files of launches."""
+def _profiles(folder: Path, role: str) -> dict[tuple[Any, ...], dict[str, float]]:
+    """Median stages by point, from all of a role's files of launches."""
     found = {}
-    for file in folder.glob("launches-*.json.gz"):
-        name = file.name.removeprefix("launches-").removesuffix(".json.gz")
+    for file in folder.glob(f"launches-{role}-*.json.gz"):
+        name = file.name.removeprefix(f"launches-{role}-").removesuffix(".json.gz")
         _, backend, batch, context = name.split("-")
         rows, steps, kernels = read_launches(file)
         every = [stage_times(one) for one in split_steps(kernels, steps * len(rows))]
@@ -61,10 +72,11 @@ def _profiles(folder: Path) -> dict[tuple[Any, ...], dict[str, float]]:
     return found
 
 
-def write(points: Iterable[Point], common: dict[str, str], out: TextIO) -> None:
+def write(points: Iterable[Point], common: dict[str, str], out: TextIO, head: bool = True) -> None:
     """CSV with `COLUMNS`; what was not measured is left empty."""
     rows = csv.DictWriter(out, COLUMNS, extrasaction="ignore", lineterminator="\n")
-    rows.writeheader()
+    if head:
+        rows.writeheader()
     for point in points:
         stages = {f"{name}_us": us for name, us in (point["stages_us"] or {}).items()}
         rows.writerow({**point, **stages, **common})
@@ -78,7 +90,7 @@ def read(path: Path) -> list[Point]:
 
 def _point(row: dict[str, str]) -> Point:
     point: Point = dict(row)
-    for name in (*WHERE[1:], "traced", "steps"):
+    for name in (*WHERE[1:], "layers", "traced", "steps"):
         point[name] = int(row[name])
     for name in TIMES[1:]:
         point[name] = float(row[name]) if row[name] else None
@@ -89,9 +101,10 @@ def _point(row: dict[str, str]) -> Point:
 
 
 def main() -> None:
-    folder, commit, gpu, versions = sys.argv[1:]
+    folder, roles, commit, gpu, versions, *more = sys.argv[1:]
     common = {"commit": commit, "gpu": gpu, "versions": versions}
-    write(points_of(Path(folder)), common, sys.stdout)
+    points = [p for role in roles.split(",") for p in points_of(Path(folder), role)]
+    write(points, common, sys.stdout, head=more != ["--no-head"])
 
 
 if __name__ == "__main__":

@@ -40,14 +40,14 @@ from overstory.orchestrator.model_facts import (
 )
 
 RANKS = 8
-EXPERTS, CHOSEN, MOE_LAYERS = 384, 8, 60
+EXPERTS, CHOSEN, LAYERS, MOE_LAYERS = 384, 8, 61, 60
 Point = Mapping[str, Any]
 
 
 def merged(points: Iterable[Point]) -> list[dict[str, Any]]:
-    """One point for each backend, batch, context and rows: the last timed there, as those are
-    under equal conditions (see `slice_rows.points_of`), with its stages."""
-    found = {tuple(p[name] for name in WHERE): dict(p) for p in points}
+    """One point for each number of layers, backend, batch, context and rows: the last timed there,
+    as those are under equal conditions (see `slice_rows.points_of`), with its stages."""
+    found = {tuple(p[name] for name in ("layers", *WHERE)): dict(p) for p in points}
     return [found[key] for key in sorted(found)]
 
 
@@ -85,6 +85,28 @@ def steps(points: Sequence[Point]) -> list[str]:
         cells += [_ms(point["step_us"] - step) if point["in_a_row_us"] else ""]
         cells += [f"{stages['attention'] / step:.0%}" if stages else ""]
         lines.append(_row([*cells, _ms(exchanges_us(point["batch"], point["rows"]))]))
+    return lines
+
+
+def of_few_layers(points: Iterable[Point]) -> list[str]:
+    """What a layer takes in engines of few layers, and what a step of all is estimated to take.
+
+    A step's layers are scaled, its other stages and pauses are taken as they are. The first layer
+    has no experts.
+    """
+    head = ("batch", "context", "rows", "layers", "step", "attention, us a layer")
+    head += ("experts, us a layer", "dense, us a layer", "step of 61 layers (estimated)")
+    lines = [_row([*head, "attention of it"]), "|" + "---|" * (len(head) + 1)]
+    for point in points:
+        stages, layers, step = point["stages_us"], point["layers"], serving_us(point)
+        each = [stages["attention"] / layers, stages["moe"] / (layers - 1)]
+        each.append(stages["dense"] / layers)
+        scaled = [each[0] * LAYERS, each[1] * MOE_LAYERS, each[2] * LAYERS]
+        inside = sum(stages[name] for name in ("attention", "moe", "dense"))
+        whole = step - inside + sum(scaled)
+        cells = [*(point[name] for name in WHERE[1:]), layers, _ms(step)]
+        cells += [f"{us:.1f}" for us in each]
+        lines.append(_row([*cells, _ms(whole), f"{scaled[0] / whole:.0%}"]))
     return lines
 
 
@@ -243,19 +265,25 @@ def _with_nvlink(point: Point) -> float:
     return serving_us(point) + 2e6 * replica.target.num_layers * exchange
 
 
+def whole(points: Iterable[Point]) -> list[Point]:
+    """Those of all layers."""
+    return [p for p in points if p["layers"] == LAYERS]
+
+
 def _ours(points: Iterable[Point]) -> list[Point]:
-    return [p for p in points if p["backend"] == "overstory"]
+    return [p for p in whole(points) if p["backend"] == "overstory"]
 
 
 TABLES = {
     "model": lambda points: against_model(_ours(points)),
     "stages_of_model": lambda points: stages_against_model(_ours(points)),
     "eight_h200": lambda points: eight_h200(_ours(points)),
-    "steps": steps,
+    "steps": lambda points: steps(whole(points)),
+    "few": lambda points: of_few_layers(p for p in points if p["layers"] != LAYERS),
     "bottlenecks": lambda points: bottlenecks(_ours(points)),
     "experts": lambda points: experts(_ours(points)),
-    "triton": against_triton,
-    "budgets": budgets,
+    "triton": lambda points: against_triton(whole(points)),
+    "budgets": lambda points: budgets(whole(points)),
 }
 
 

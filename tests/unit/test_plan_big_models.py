@@ -275,7 +275,7 @@ def test_a_fraction_that_leaves_no_room_for_buffers_is_warned_about() -> None:
 def test_each_number_of_rows_has_its_graphs() -> None:
     few, many = (planned(cuda_graph_bs_decode=sizes).memory.graphs for sizes in ([32], [1, 32]))
     # Plain, chain, 16 and 24 rows and the most, and the drafter's 6 layers of 61.
-    assert many - few == pytest.approx((5 + 6 / 61) * gpu_memory.GRAPH_NODES_BYTES)
+    assert many - few == pytest.approx((5 * 61 + 6) * gpu_memory.GRAPH_LAYER_BYTES)
 
 
 def test_trees_on_a_gpu_without_our_attention_are_warned_about() -> None:

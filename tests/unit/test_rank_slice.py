@@ -26,8 +26,11 @@ from slice_stages import (
     stage_times,
     stages_of,
 )
-from slice_tables import TABLES, exchanges_us, fill, merged, model_step, serving_us
+from slice_tables import TABLES, exchanges_us, fill, merged, model_step, serving_us, whole
 
+from overstory.orchestrator.gpu_memory import WHOLE_STEP_DRAWS, capture_bytes
+from overstory.orchestrator.memory import GIB
+from overstory.orchestrator.model_facts import drafter_from_config, target_from_config
 from overstory.workers.tree_policy import TreePolicy
 
 
@@ -236,7 +239,7 @@ def test_the_pages_tables_are_those_of_its_rows() -> None:
 
 
 def test_the_capacity_model_meets_every_measured_step() -> None:
-    for point in merged(read(ROWS_FILE)):
+    for point in whole(merged(read(ROWS_FILE))):
         if point["backend"] == "overstory":
             said = 1e6 * model_step(point).total
             assert said == pytest.approx(serving_us(point), rel=0.15), point
@@ -245,7 +248,7 @@ def test_the_capacity_model_meets_every_measured_step() -> None:
 def test_the_plot_is_that_of_its_rows() -> None:
     points = [
         p
-        for p in merged(read(ROWS_FILE))
+        for p in whole(merged(read(ROWS_FILE)))
         if (p["backend"], p["batch"], p["rows"]) == ("overstory", 1, 9)
     ]
     assert draw(points) == ROWS_FILE.with_suffix(".svg").read_text(), "run slice_plot.py"
@@ -261,11 +264,11 @@ def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
     with file.open("w") as out:
         write(points, {}, out)
     assert [p | COMMON for p in read(file)] == [p | COMMON for p in points]
-    assert len(points) == 55
+    assert len(points) == 72
 
 
 def test_tables_keep_the_last_timed_of_equal_points() -> None:
-    points = read(ROWS_FILE)
+    points = whole(read(ROWS_FILE))
     late = [p for p in merged(points) if p["backend"] == "overstory" and p["rows"] == 9]
     assert {p["traced"] for p in late if p["context"] != 65536} == {1}
     assert len(merged(points)) == len({tuple(p[name] for name in WHERE) for p in points})
@@ -275,8 +278,47 @@ def test_tables_keep_the_last_timed_of_equal_points() -> None:
 @pytest.mark.parametrize("context", [1024, 200_000])
 def test_the_budget_falls_back_where_acceptance_falls(context: int) -> None:
     """By the measured costs of one request: from the chain to plain decoding, never below it."""
-    costs = [{**p, "step_us": serving_us(p)} for p in merged(read(ROWS_FILE))]
+    costs = [{**p, "step_us": serving_us(p)} for p in whole(merged(read(ROWS_FILE)))]
     for tokens, expected in ((4.5, "chain"), (1.3, "plain")):
         found = {(v.batch, v.context): v for v in judge(costs, tokens)}
         assert found[1, context].chosen == expected
         assert found[1, context].ratio > 0.98
+
+
+def test_steps_of_few_layers_scale_to_those_of_all() -> None:
+    """Where both were measured: by a tenth, of which the attention's newer version is a part."""
+    points = merged(read(ROWS_FILE))
+    whole_ones = {
+        tuple(p[name] for name in WHERE): serving_us(p) / 1000
+        for p in whole(points)
+        if p["backend"] == "overstory"
+    }
+    compared = 0
+    for line in TABLES["few"](points)[2:]:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        key = ("overstory", *map(int, cells[:3]))
+        if key in whole_ones:
+            compared += 1
+            assert float(cells[8]) == pytest.approx(whole_ones[key], rel=0.1)
+    assert compared >= 6
+
+
+GRAPHS_GIB = 1.21
+"""What SGLang said that the slice's captures took: 3 batches, 5 numbers of rows, greedy steps."""
+
+
+def test_the_plan_s_graphs_hold_what_the_slice_s_took() -> None:
+    config = rank_target(published("kimi-k2.6"), 8)
+    target = target_from_config("slice", config)
+    drafter = drafter_from_config("draft", rank_drafter(published("kimi-k2.6-dflash"), config, 8))
+    planned = capture_bytes(target, drafter, [1, 4, 16], (1, 8, 9, 17, 33), 1, draws=1)
+    assert GRAPHS_GIB < planned / GIB < 1.2 * GRAPHS_GIB
+    fewer = capture_bytes(target, drafter, [1, 4], (1, 8, 9), 1, draws=0)
+    assert fewer < 0.4 * planned, "sets do not share their buffers"
+
+
+def test_whole_steps_are_captured_in_as_many_ways_as_the_plan_thinks() -> None:
+    source = Path(__file__).parents[2] / "workers" / "ddtree" / "step_graph.py"
+    names = re.search(r"^DRAWS = \((.*)\)$", source.read_text(), re.MULTILINE)
+    assert names is not None
+    assert len(names[1].split(",")) == WHOLE_STEP_DRAWS
