@@ -58,19 +58,23 @@ def ready(url: str) -> bool:
 
 
 @pytest.fixture(scope="session")
-def serve_here(ray_here: str) -> Iterator[None]:
-    """Serve on the tests' Ray."""
+def serve_here(ray_here: str) -> Iterator[int]:
+    """Serve on the tests' Ray; the port of its proxy, for the one application that is `proxied`."""
     ray.cloudpickle.register_pickle_by_value(scripted_replica)
-    serve.start(proxy_location="Disabled")
-    yield
+    port = free_port()
+    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+    yield port
     serve.shutdown()
 
 
-def _serve(app: Any, spec: DeploymentSpec, start_s: float) -> Endpoint:
+def _serve(
+    app: Any, spec: DeploymentSpec, start_s: float, proxy_port: int | None = None
+) -> Endpoint:
+    route = None if proxy_port is None else f"/{spec.name}"
     serve.run_many(
-        [serve.RunTarget(app, name=spec.name, route_prefix=None, external_scaler_enabled=True)]
+        [serve.RunTarget(app, name=spec.name, route_prefix=route, external_scaler_enabled=True)]
     )
-    url = spec.gateway.url
+    url = spec.gateway.url if route is None else f"http://127.0.0.1:{proxy_port}{route}"
     wait_until(lambda: ready(url), start_s, "the endpoint is ready")
     replica, gateway = (
         serve.get_deployment_handle(name, spec.name) for name in ("Replica", "Gateway")
@@ -79,12 +83,21 @@ def _serve(app: Any, spec: DeploymentSpec, start_s: float) -> Endpoint:
 
 
 @pytest.fixture(scope="session")
-def scripted(serve_here: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+def scripted(serve_here: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     """The endpoint before a `ScriptedReplica`: up in seconds, no engine."""
-    model = tmp_path_factory.mktemp("byte-model")
+    yield from _scripted("scripted", tmp_path_factory.mktemp("byte-model"), None)
+
+
+@pytest.fixture
+def proxied(serve_here: int, tmp_path: Path) -> Iterator[Endpoint]:
+    """The same behind Serve's proxy."""
+    yield from _scripted("proxied", tmp_path, serve_here)
+
+
+def _scripted(name: str, model: Path, proxy_port: int | None) -> Iterator[Endpoint]:
     scripted_replica.write_byte_model(model)
     spec = DeploymentSpec(
-        name="scripted",
+        name=name,
         model=str(model),
         served_model_name="scripted",
         tree={"budget": 0},
@@ -100,7 +113,8 @@ def scripted(serve_here: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
     replicas = replica_deployment(scripted_replica.ScriptedReplica, spec).options(
         placement_group_bundles=[{"CPU": 0.01}]
     )
-    yield _serve(with_gateway(spec, replicas.bind(spec)), spec, 60)
+    app = with_gateway(spec, replicas.bind(spec), proxied=proxy_port is not None)
+    yield _serve(app, spec, 60, proxy_port)
     serve.delete(spec.name)
 
 
@@ -113,7 +127,7 @@ def pair_paths() -> tuple[str, str]:
 
 
 @pytest.fixture(scope="session")
-def real(serve_here: None) -> Iterator[Endpoint]:
+def real(serve_here: int) -> Iterator[Endpoint]:
     """The endpoint before the real engine: one rank, trees of 15 nodes."""
     target, drafter = pair_paths()
     spec = DeploymentSpec(

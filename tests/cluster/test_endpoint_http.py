@@ -3,7 +3,9 @@
 import asyncio
 import itertools
 import json
+import shutil
 import socket
+import subprocess
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -50,6 +52,23 @@ def test_openai_client(scripted: Endpoint) -> None:
     chat = client.chat.completions.create(model=MODEL, messages=MESSAGES, n=2, stop=["two"])
     assert [choice.message.content for choice in chat.choices] == [TEXT.split("two")[0]] * 2
     assert chat.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
+def test_curl(scripted: Endpoint) -> None:
+    def curl(*options: str) -> str:
+        command = ["curl", "-sS", "--fail-with-body", "--max-time", "30", *options]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    asked = json.dumps({"model": MODEL, "prompt": "p", "max_tokens": 3000})
+    url = scripted.url + "/v1/completions"
+    kind = ("-H", "Content-Type: application/json")
+    assert json.loads(curl(url, *kind, "-d", asked))["choices"][0]["text"] == TEXT
+    lines = curl("-N", url, *kind, "-d", asked[:-1] + ', "stream": true}').splitlines()
+    assert lines[-2] == "data: [DONE]"
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2:2]]
+    assert "".join(event["choices"][0]["text"] for event in events) == TEXT
+    assert "overstory_requests_total" in curl(scripted.url + "/metrics")
 
 
 def test_openai_async_client_streams(scripted: Endpoint) -> None:
@@ -169,6 +188,25 @@ def test_a_client_that_leaves_frees_its_slots(
     leave()
     wait_until(scripted.idle, 30, "the sequences are gone everywhere")
     assert scripted.stats()["aborted"] == aborted + sequences
+
+
+def test_behind_serve_s_proxy(proxied: Endpoint) -> None:
+    """As KubeRay has it: the proxy gives the request id, and carries the answer and the leaving."""
+    named = httpx.post(
+        proxied.url + "/v1/completions",
+        json={"model": MODEL, "prompt": "p", "max_tokens": 3000},
+        headers={"x-request-id": "mine"},
+        timeout=30,
+    )
+    assert named.json()["choices"][0]["text"] == TEXT
+    assert named.headers.get_list("x-request-id") == ["mine"]
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(proxied.spec.gateway.url + "/health", timeout=10)
+    leave = _leave_by_socket(proxied, stream=False)
+    wait_until(lambda: proxied.stats()["running"] == 1, what="the replica has it")
+    leave()
+    wait_until(proxied.idle, 30, "the sequence is gone everywhere")
+    assert proxied.stats()["aborted"] == 1
 
 
 def test_a_request_out_of_time_is_aborted(scripted: Endpoint) -> None:

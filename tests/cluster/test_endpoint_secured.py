@@ -56,7 +56,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def secured(
-    serve_here: None, certificate: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+    serve_here: int, certificate: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[DeploymentSpec]:
     """Served and ready."""
     import test_endpoint_secured as this_module

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture
-def lives(serve_here: None) -> Iterator[Deployment]:
+def lives(serve_here: int) -> Iterator[Deployment]:
     """One replica of one rank."""
     target, drafter = pair_paths()
     spec = DeploymentSpec(

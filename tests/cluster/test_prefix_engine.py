@@ -49,7 +49,7 @@ def _send_past_the_gateway(endpoint: Endpoint, ids: tuple[int, ...], number: int
         pass
 
 
-def test_a_prompt_goes_where_its_beginning_is_cached(serve_here: None) -> None:
+def test_a_prompt_goes_where_its_beginning_is_cached(serve_here: int) -> None:
     target, _ = pair_paths()
     spec = DeploymentSpec(
         name="affine",

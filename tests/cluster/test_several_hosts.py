@@ -1,6 +1,6 @@
 """A replica on other hosts than the command line: real Ray over a lab's hosts.
 
-`h1` holds Ray's head, the proxy and the user's commands; `h2` has more CPUs, so that what needs
+`h1` holds Ray's head, the gateway and the user's commands; `h2` has more CPUs, so that what needs
 them must go there.
 """
 
