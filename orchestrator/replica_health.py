@@ -173,7 +173,8 @@ class ReplicaHealth:
     # ------------------------------------------------------------------ what happens
 
     def begun(self, name: str) -> None:
-        """A process has begun in place of the dead one. Refused (ValueError) when given up."""
+        """A process has begun in place of the dead one, whose cause stays told until this one is
+        healthy: it may begin before anybody has looked. Refused (ValueError) when given up."""
         state = self.state
         if state is State.DEAD:
             self.decide()
@@ -182,7 +183,7 @@ class ReplicaHealth:
             raise ValueError(f"{name} cannot take the place of {self.name}: it is {state}")
         self.name = name
         self._new_life()
-        self._go(State.WARMING, f"{name} has begun")
+        self._go(State.WARMING, f"{name} has begun; the one before: {self.reason}")
 
     def succeeded_by(self, other: ReplicaHealth) -> None:
         """The process that `other` has followed from its beginning took this one's place: it goes

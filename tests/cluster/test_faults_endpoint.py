@@ -6,6 +6,7 @@ whole again.
 """
 
 import os
+import re
 import shutil
 import signal
 import time
@@ -51,7 +52,7 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def broken(serve_here: None, drafter: Path) -> Iterator[Deployment]:
+def broken(serve_here: int, drafter: Path) -> Iterator[Deployment]:
     """The deployment under test; nothing of it is left at the end."""
     spec = DeploymentSpec(
         name="faults",
@@ -111,9 +112,26 @@ def await_told(broken: Deployment, words: str, timeout_s: float = NOTICE_S) -> f
     )
 
 
+def await_logged(folder: Path, pattern: str) -> None:
+    """Until a process of Ray's workers has a line like this in its log."""
+    wait_until(
+        lambda: any(
+            re.search(pattern, log.read_text(errors="replace")) for log in folder.glob("worker-*")
+        ),
+        NOTICE_S,
+        f"a line with {pattern}",
+    )
+
+
 def test_a_killed_rank(broken: Deployment, streams: dict[str, Any]) -> None:
-    os.kill(broken.busy_rank()["pid"], signal.SIGKILL)
+    """And what the logs say of it: who, and about which request."""
+    pid = broken.busy_rank()["pid"]
+    logs = Path(f"/proc/{pid}/fd/2").resolve().parent
+    os.kill(pid, signal.SIGKILL)
     await_told(broken, "SIGKILL")
+    await_logged(logs, r"(?m)^.*\[replica \w+ rank 0\] \S")
+    await_logged(logs, r"(?m)^.*\[replica \w+ front\] engine lost: rank 0 ")
+    await_logged(logs, r"(?m)^.*\[gateway of faults request \w+ \w+\] replica lost: ")
 
 
 @pytest.mark.full
