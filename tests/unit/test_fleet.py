@@ -115,7 +115,8 @@ def test_a_successor_that_begins_before_the_loss_is_noticed_takes_the_place(
         assert sorted(row["name"] for row in rows) == sorted(["a", "c", f"new{life}"])
         assert rows[1]["failed_lives"] == life + 1, "its lives count on"
         assert rows[1]["state"] == ("HEALTHY" if life else "WARMING")
-        assert ("gone without a word" in rows[1]["reason"]) == (not life), "told until it is healthy"
+        told = "gone without a word" in rows[1]["reason"]
+        assert told == (not life), "until it is healthy"
     fleet.begun("new1", "actor-new1", LIMITS)  # Known by now.
     assert len(states(fleet)) == 3
 
