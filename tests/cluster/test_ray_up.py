@@ -1,5 +1,7 @@
 """`ray up` and `ray down` with `clusters/local/ray.yaml`, over SSH, by the steps that it gives."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,18 @@ def assert_no_ray(host: Host) -> None:
     wait_until(lambda: not ray_processes(host), 20, f"Ray on {host.name} to end")
 
 
+def assert_told_by_name(host: Host) -> None:
+    """The dashboard's table of actors says what each is."""
+    asked = ("ray", "list", "actors", "--detail", "--format", "json", "--filter", "state=ALIVE")
+    listed = json.loads(host.check(*asked, environment={"RAY_AUTH_MODE": "token"}))
+    shown = sorted(re.sub(r"replica \w+ ", "replica R ", row["repr_name"]) for row in listed)
+    assert shown.count("replica R rank 0") == shown.count("replica R rank 1") == 1, shown
+    assert "controller of tiny" in shown
+    names = {row["name"] for row in listed}
+    assert any("tiny#Gateway#" in name for name in names), names
+    assert any("tiny#Replica#" in name for name in names), names
+
+
 def test_as_it_is_written(lab: Lab) -> None:
     host = lab.hosts["h1"]
     make_token(host)
@@ -38,6 +52,7 @@ def test_as_it_is_written(lab: Lab) -> None:
     assert f"using Ray at {host.address}:6379 (running on this machine)" in up.stderr
     text = host.check("overstory", "generate", "def add(a, b):", "--max-tokens", "8")
     assert text.strip()
+    assert_told_by_name(host)
     host.check("overstory", "down", timeout_s=DOWN_S)
     assert ray_processes(host), "a Ray that is not ours stays"
     assert drive(host, "left") == {"actors": [], "placement_groups": []}
