@@ -19,6 +19,7 @@ from overstory.workers import tree_policy
 from overstory.workers.policy import OPT_OUT
 from overstory.workers.policy.beliefs import GREEDY, KINDS, SAMPLED, Beliefs
 from overstory.workers.policy.choice import Decision, Shape, decide
+from overstory.workers.policy.compared import BESIDE
 from overstory.workers.policy.cost_table import CostTable
 from overstory.workers.policy.evidence import Walk
 from overstory.workers.policy.options import PLAIN, Options
@@ -163,12 +164,14 @@ class StepChooser:
         self.group = group
         self._host_waits = host_waits
         self._auto: _Auto | None = None
+        self._allowed: dict[int | None, tuple[int, ...]] = {}
         self._turn = 0
         self._last: Decision | None = None
         self._chosen: TreePolicy | None = None
         self._ruling = False  # whether the automatic rule chose the step at hand
         self._begun: tuple[int, int, int] | None = None  # (ns, option, expected us) of this step
         self._ended: tuple[int, int] | None = None  # (ns, batch) of the last step
+        self._run = 0  # steps of one option in a row
         self._launched: list[_Launch] = []  # the last two steps, with nothing between
 
     def start(self, table: CostTable, floor: float) -> None:
@@ -198,6 +201,10 @@ class StepChooser:
             if self._host_waits:
                 self._begun = (time.perf_counter_ns(), decision.option, cost)
             else:
+                if self._launched and self._launched[-1].option == decision.option:
+                    self._run += 1
+                else:
+                    self._run = 1
                 launch = _Launch(now, decision.option, size, shape.sampled, cost)
                 self._launched = [*self._launched[-1:], launch]
         told = f"{self._chosen} {decision.why} table {auto.table.version} {auto.beliefs.version}"
@@ -252,7 +259,9 @@ class StepChooser:
         }
 
     def _decide(self, auto: _Auto, rule: AutoPolicy, shape: Shape) -> Decision:
-        allowed = self.options.allowed(rule.most)
+        allowed = self._allowed.get(rule.most)
+        if allowed is None:
+            allowed = self._allowed[rule.most] = self.options.allowed(rule.most)
         since = auto.steps % SYNC_STEPS
         auto.steps += 1
         if since == 0:
@@ -297,6 +306,10 @@ class StepChooser:
         if len(self._launched) < 2 or auto is None or auto.steering is None:
             return
         before, last = self._launched
+        # Steps in the middle of a long run are compared to nothing.
+        since = auto.steps % SYNC_STEPS
+        if 0 < since < SYNC_STEPS - BESIDE - 1 and self._run > 2 * BESIDE:
+            return
         if before.alike(last) and last.batch == batch:
             took = (now - last.ns) // 1000
             auto.steering.observe_period(
