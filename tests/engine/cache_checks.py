@@ -58,11 +58,11 @@ def check_prefix_hits(
     """A follow-up that continues a finished text hits its KV and goes on as if computed anew; one
     that leaves it in the middle hits as many whole pages as they share."""
     prompt, extra, other = random_prompts([50, 7, 60], seed=22)
-    params = GREEDY | {"max_new_tokens": 24}
+    params = GREEDY | {"max_new_tokens": 18}
     page = harness.scheduler.tree_cache.page_size
     harness.flush_cache()
     text = run_under(harness, "plain", [prompt], params)[0]
-    shared = len(prompt) + 20
+    shared = len(prompt) + 14
     prompts = [prompt, prompt + text + extra, (prompt + text)[:shared] + other]
     whole = len(prompt) + len(text)
     # The last token of a text has KV where the step that gave it went beyond it.
@@ -85,7 +85,7 @@ def check_prefix_hits(
 def check_chunks_between_steps(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests arrive, some with prompts of several chunks, while others are in the middle."""
     prompts = random_prompts([20, 200, 10, 150, 65], seed=23)
-    params = GREEDY | {"max_new_tokens": 30}
+    params = GREEDY | {"max_new_tokens": 20}
     harness.flush_cache()
     plain = [run_under(harness, "plain", [prompt], params)[0] for prompt in prompts]
     drafts = ScriptedDrafts(seed=3)
@@ -121,6 +121,20 @@ def check_aborts(harness: EngineHarness) -> None:
     harness.assert_no_leak()
 
 
+def note_retracted(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Requests that the scheduler takes back from now on."""
+    retracted: list[Any] = []
+    batch_kind = type(harness.scheduler.running_batch)
+    release = batch_kind.release_req
+
+    def noting(batch: Any, index: int, *arguments: object) -> object:
+        retracted.append(batch.reqs[index])
+        return release(batch, index, *arguments)
+
+    monkeypatch.setattr(batch_kind, "release_req", noting)
+    return retracted
+
+
 def check_retraction(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool too small for all requests makes the scheduler take some back; texts stay the same.
 
@@ -134,14 +148,9 @@ def check_retraction(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) ->
     for prompt, one in zip(prompts, every, strict=True):
         harness.flush_cache()
         alone.append(run_under(harness, "plain", [prompt], one)[0])
-    retracted = []
-    release = type(harness.scheduler.running_batch).release_req
-
-    def counting(batch: Any, index: int, *arguments: object) -> object:
-        retracted.append(batch.reqs[index].sampling_params.frequency_penalty)
-        return release(batch, index, *arguments)
-
-    monkeypatch.setattr(type(harness.scheduler.running_batch), "release_req", counting)
+    retracted = note_retracted(harness, monkeypatch)
     harness.flush_cache()
     assert run_under(harness, "tree-15", prompts, every) == alone
-    assert any(retracted), "the pool was large enough: the test shows nothing"
+    assert any(req.sampling_params.frequency_penalty for req in retracted), (
+        "the pool was large enough: the test shows nothing"
+    )

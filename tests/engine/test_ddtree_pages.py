@@ -18,6 +18,7 @@ from cache_checks import (
     check_committed_kv,
     check_prefix_hits,
     check_retraction,
+    note_retracted,
 )
 from ddtree_support import (
     GREEDY,
@@ -113,7 +114,9 @@ def test_texts_are_those_of_the_oracle(
     oracle = Oracle.load(*pair)
     wanted = [oracle.greedy(prompt, 24, ignore_eos=True) for prompt in prompts]
     params = GREEDY | {"max_new_tokens": 24}
+    retracted = note_retracted(harness, monkeypatch)
     check_scripted(harness, prompts, params, wanted, monkeypatch, policies, seed=71)
+    assert retracted, "the pool was large enough"
 
 
 @pytest.mark.parametrize("name", ["tree-31", pytest.param("chain", marks=pytest.mark.full)])
@@ -148,7 +151,7 @@ def test_eviction(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> No
     """More text than the pool keeps goes by, twice; some of it is found again, some is gone."""
     prompts = random_prompts([130, 100, 64, 190], seed=72)
     prompts.append(prompts[1][:64] + prompts[2])
-    params = GREEDY | {"max_new_tokens": 20}
+    params = GREEDY | {"max_new_tokens": 12}
     wanted = []
     for prompt in prompts:
         harness.flush_cache()
