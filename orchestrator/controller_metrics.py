@@ -124,7 +124,9 @@ class ControllerMetrics:
     def _stages(self, verify: Mapping[str, Any], labels: dict[str, str]) -> None:
         spent: dict[str, float] = {}
         for counts in verify.values():
-            for stage, nanoseconds in counts["stage_ns"].items():
+            timed = counts.get("idle_gaps", 0)  # else nobody reads the device's clock
+            device = {"device": counts["device_ns"], "idle": counts["idle_ns"]} if timed else {}
+            for stage, nanoseconds in {**counts["stage_ns"], **device}.items():
                 spent[stage] = spent.get(stage, 0.0) + nanoseconds / 1e9
         for stage, seconds in spent.items():
             self._count("stage_seconds", seconds, stage=stage, **labels)

@@ -112,7 +112,8 @@ CONTROLLER = (
         "replica", "policy", "depth",
     ),
     _counter(
-        "stage_seconds", "seconds", "A rank's own time in a stage of verify steps",
+        "stage_seconds", "seconds",
+        "A rank's own time in a stage of verify steps; its device's at work, and idle between two",
         "replica", "rank", "stage",
     ),
     _counter("prefill_steps", "steps", "Prefill forwards of a rank", "replica", "rank"),

@@ -31,6 +31,9 @@ class ModeCounters:
             before it.
         accepted_by_depth: requests whose accepted path reached depth 1, 2, ... before their end.
         stage_ns: nanoseconds of the rank's own time by stage.
+        device_ns: nanoseconds from the first to the last of a step's work on its device.
+        idle_ns, idle_gaps: nanoseconds between the end of one step's work and the begin of the
+            next one's, where nothing lay between the two, and how many such gaps there were.
     """
 
     forwards: int = 0
@@ -40,6 +43,9 @@ class ModeCounters:
     offered_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
     stage_ns: dict[str, int] = field(default_factory=dict)
+    device_ns: int = 0
+    idle_ns: int = 0
+    idle_gaps: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain copy that serialises as JSON."""
@@ -51,6 +57,9 @@ class ModeCounters:
             "offered_by_depth": list(self.offered_by_depth),
             "accepted_by_depth": list(self.accepted_by_depth),
             "stage_ns": dict(self.stage_ns),
+            "device_ns": self.device_ns,
+            "idle_ns": self.idle_ns,
+            "idle_gaps": self.idle_gaps,
         }
 
 
@@ -93,6 +102,21 @@ class StepStats:
             _add_by_depth(counters.accepted_by_depth, accepted_by_depth)
             for stage, spent in stage_ns.items():
                 counters.stage_ns[stage] = counters.stage_ns.get(stage, 0) + int(spent)
+
+    def record_device(self, mode: str, device_ns: int, idle_ns: int | None) -> None:
+        """Add what a step took on its device.
+
+        Args:
+            mode: policy name, as ``str(TreePolicy)``.
+            device_ns: from the first of its work to the last.
+            idle_ns: from the last of the step before; None if something else lay between.
+        """
+        with self._lock:
+            counters = self._modes.setdefault(mode, ModeCounters())
+            counters.device_ns += device_ns
+            if idle_ns is not None:
+                counters.idle_ns += idle_ns
+                counters.idle_gaps += 1
 
     def record_prefill(self, requests: int, tokens: int, spent_ns: int) -> None:
         """Add one prefill forward (a chunk counts as one) of ``tokens`` prompt tokens."""

@@ -7,6 +7,7 @@ them (tensors to write into, workspaces) are further keyword arguments.
 from .attention import attention_workspace, decode_attention, verify_attention
 from .candidates import candidates_topk, candidates_workspace, merge_candidates
 from .choice import prepare
+from .clock import device_time
 from .relocate import LayerTable, kv_relocate
 from .sampling import sample_nodes, sample_workspace
 from .schedule import Schedule
@@ -24,6 +25,7 @@ __all__ = [
     "candidates_topk",
     "candidates_workspace",
     "decode_attention",
+    "device_time",
     "kv_relocate",
     "merge_candidates",
     "prepare",

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from ddtree_support import (
     GREEDY,
     check_scripted,
@@ -147,3 +148,35 @@ def test_what_captured_steps_keep_is_known_to_those_who_move_rows(captured: Capt
         captured.engine.at_boundary(audit)
         captured.engine.run([rid])
     captured.engine.assert_no_leak()
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_what_a_captured_step_hands_out(timed: bool) -> None:
+    """Three places, two of them in use; the clock at both ends, or no clock (GPUs unless asked)."""
+    from overstory.kernels.reference import Accepted, chain_tree
+    from overstory.workers.ddtree.step_graph import _packed, _Raw, _unpacked
+
+    tree = chain_tree(torch.tensor([5, 6, 7]), torch.tensor([[1, 2], [3, 4], [8, 9]]))
+    accepted = Accepted(
+        rows=torch.tensor([[0, 1], [0, -1], [0, -1]]),
+        lengths=torch.tensor([1, 0, 0]),
+        bonus=torch.tensor([21, 22, 23]),
+        tokens=torch.tensor([[1, 21], [22, -1], [23, -1]]),
+    )
+    times = torch.tensor([[100], [130]]) if timed else torch.empty(0, 1, dtype=torch.int64)
+    packed = _packed(tree, accepted, torch.tensor([40, 50, 1]), times)
+    out = _unpacked(_Raw(packed, tree, accepted), 2, 3)
+    assert out.tokens.tolist() == [1, 21, 22, -1]
+    assert out.accept_lens.tolist() == [2, 1]
+    assert out.roots.tolist() == [21, 22]
+    assert out.seq_lens.tolist() == [42, 51]
+    assert out.told.tolist() == [2, 2, 2, *([100, 130] if timed else [])]
+
+
+def test_the_device_is_timed(captured: Captured) -> None:
+    before = _steps("tree-15")
+    run_under(captured.engine, "tree-15", _prompts(1), GREEDY | {"max_new_tokens": 12})
+    after = _steps("tree-15")
+    steps = after["forwards"] - before["forwards"]
+    assert after["idle_gaps"] - before["idle_gaps"] == steps - 1
+    assert after["device_ns"] > before["device_ns"]

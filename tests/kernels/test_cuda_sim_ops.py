@@ -27,6 +27,13 @@ def test_trees(seed: int) -> None:
     op_checks.check_trees("cpu", seed, 3)
 
 
+def test_device_time() -> None:
+    times = torch.zeros(2, dtype=torch.int64)
+    ops.device_time(times[:1])
+    ops.device_time(times[1:])
+    assert 0 < int(times[0]) <= int(times[1])
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_relocation(seed: int) -> None:
     op_checks.check_relocation("cpu", seed, layers=2, slots=50, moves=30)

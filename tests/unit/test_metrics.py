@@ -129,6 +129,7 @@ def _status(forwards: int, phase: str = "leased", health: str = "HEALTHY") -> di
         "forwards": forwards, "requests": 2 * forwards, "rows": 32 * forwards,
         "tokens": 5 * forwards, "offered_by_depth": [2 * forwards, forwards],
         "accepted_by_depth": [forwards, 1], "stage_ns": {"verify": forwards * 10**6},
+        "device_ns": forwards * 2 * 10**6, "idle_ns": forwards * 5 * 10**5, "idle_gaps": forwards,
     }  # fmt: skip
     rank = {
         "rank": 0, "age_s": 0.5, "policy": "tree-15", "steps_per_s": 10.0, "tokens_per_s": 50.0,
@@ -155,8 +156,9 @@ def test_reports_become_metrics() -> None:
     deep = {"replica": "r1", "policy": "tree-15", "depth": "2"}
     assert value(found, "overstory_draft_offered_total", **deep) == 6
     assert value(found, "overstory_draft_accepted_total", **deep) == 1
-    stage = value(found, "overstory_stage_seconds_total", replica="r1", rank="0", stage="verify")
-    assert stage == pytest.approx(0.006)
+    for name, seconds in (("verify", 0.006), ("device", 0.012), ("idle", 0.003)):
+        stage = {"replica": "r1", "rank": "0", "stage": name}
+        assert value(found, "overstory_stage_seconds_total", **stage) == pytest.approx(seconds)
     slots = {
         state: value(found, "overstory_kv_slots", replica="r1", rank="0", state=state)
         for state in ("free", "cached", "used")

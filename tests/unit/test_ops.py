@@ -228,3 +228,12 @@ def test_queries_that_16_byte_copies_cannot_read_are_refused(q: torch.Tensor) ->
         check_kernel_limits(q, {"kv": kv}, 0.1, 512)
     check_kernel_limits(q.contiguous(), {"kv": kv}, 0.1, 512)
     check_kernel_limits(torch.zeros(3, 8, 584, dtype=torch.bfloat16)[..., :576], {}, 0.1, 512)
+
+
+def test_device_time_goes_on() -> None:
+    first, second = torch.zeros(2, 1, dtype=torch.int64).unbind()
+    ops.device_time(first)
+    ops.device_time(second)
+    assert 0 <= int(second - first) < 10**9
+    with pytest.raises(ValueError, match=r"out has shape \[2\]; want \[1\]"):
+        ops.device_time(torch.zeros(2, dtype=torch.int64))

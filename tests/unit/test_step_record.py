@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,3 +131,33 @@ def test_sending_output_counts_the_step_of_this_process() -> None:
     _append(request, 1)
     assert count_step(object(), [request], return_logprob=False) is None
     assert _counted(STATS)["tokens"] == before + 1
+
+
+def test_idle_time_lies_between_steps_with_nothing_else_between() -> None:
+    """By hand: four steps, a prefill before the third; the fourth was not timed."""
+    stats = StepStats()
+    pending = PendingSteps(stats)
+
+    def step(*times: int) -> None:
+        request = _Request(10)
+        record = _step([request])
+        known = torch.tensor(times) if times else None
+        pending.add(dataclasses.replace(record, times=known))
+
+    def counted() -> tuple[int, int, int]:
+        pending.read([0])
+        pending.count()
+        row = stats.snapshot()["verify"]["chain"]
+        return row["device_ns"], row["idle_ns"], row["idle_gaps"]
+
+    step(100, 130)
+    step(137, 150)  # overlap: launched before the first is read
+    assert counted() == (30, 0, 0)
+    pending.interrupted()
+    step(900, 950)
+    assert counted() == (43, 7, 1)
+    assert counted() == (93, 7, 1)
+    step()
+    step(1000, 1001)
+    assert counted() == (93, 7, 1)
+    assert counted() == (94, 7, 1)

@@ -13,6 +13,8 @@ def test_sums_by_policy_and_depth() -> None:
     stats.record_verify("tree-8", 18, [2, 2, 1], [2, 1, 0], 5, {"draft": 10, "verify": 30}, 2)
     stats.record_verify("tree-8", 9, [1], [0], 1, {"verify": 5})
     stats.record_verify("plain", 1, [], [], 1, {"verify": 7})
+    stats.record_device("tree-8", 100, 40)
+    stats.record_device("tree-8", 30, None)
     stats.record_prefill(requests=2, tokens=50, spent_ns=9)
     snapshot = stats.snapshot()
     assert snapshot["verify"]["tree-8"] == {
@@ -23,6 +25,9 @@ def test_sums_by_policy_and_depth() -> None:
         "offered_by_depth": [3, 2, 1],
         "accepted_by_depth": [2, 1, 0],
         "stage_ns": {"draft": 10, "verify": 35},
+        "device_ns": 130,
+        "idle_ns": 40,
+        "idle_gaps": 1,
     }
     assert snapshot["verify"]["plain"]["offered_by_depth"] == []
     assert snapshot["prefill"] == {"forwards": 1, "requests": 2, "tokens": 50, "ns": 9}

@@ -22,7 +22,7 @@ import torch
 from sglang.srt.layers.dp_attention import set_dp_buffer_len, set_is_extend_in_batch
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-from overstory.kernels.ops import sample_nodes, tree_accept
+from overstory.kernels.ops import device_time, sample_nodes, tree_accept
 from overstory.kernels.reference import Accepted, Tree
 from overstory.workers.ddtree.commit import TargetKv, extend_drafter
 from overstory.workers.ddtree.draft import root_tree
@@ -65,8 +65,9 @@ class StepOutput(NamedTuple):
     """[bs] int64, the next step's."""
     seq_lens: torch.Tensor
     """[bs] int64, committed lengths after the step."""
-    deepest: torch.Tensor
-    """[bs] int64, depth of each tree."""
+    told: torch.Tensor
+    """[size + 2] int64, for the counters: depths of the trees (of ``size`` places, those of the
+    batch first), then the device's clock before and after the step's work if steps are timed."""
     tree: Tree
     accepted: Accepted
 
@@ -237,6 +238,9 @@ class StepGraphs:
             drafter = _Forward(worker.draft_model_runner.decode_cuda_graph_runner, bs)
 
         def step() -> _Raw:
+            times = torch.empty(2 * worker.timed, 1, dtype=torch.int64, device=worker.device)
+            for begun in times[:1]:
+                device_time(begun)
             lengths, pool, roots = (row[:bs] for row in self._inputs.ids)
             live = self._inputs.live[:bs].unsqueeze(1)
             window = worker.window_slots(lengths, pool) * live
@@ -268,7 +272,9 @@ class StepGraphs:
             if shape.mode == "tree":
                 self._target_kv.compact(slots, kept)
             extend_drafter(worker, output.hidden_states, kept, slots, lengths, worker.last_position)
-            return _Raw(_packed(tree, accepted, lengths), tree, accepted)
+            for ended in times[1:]:
+                device_time(ended)
+            return _Raw(_packed(tree, accepted, lengths, times), tree, accepted)
 
         return step
 
@@ -384,10 +390,12 @@ def _of_batch(accepted: Accepted, live: torch.Tensor) -> Accepted:
     return accepted._replace(rows=rows, lengths=lengths)
 
 
-def _packed(tree: Tree, accepted: Accepted, lengths: torch.Tensor) -> torch.Tensor:
+def _packed(
+    tree: Tree, accepted: Accepted, lengths: torch.Tensor, times: torch.Tensor
+) -> torch.Tensor:
     """All that a step hands out, in one tensor: `_unpacked`."""
     given = accepted.lengths + 1
-    parts = (given, accepted.bonus, lengths + given, tree.depths.amax(dim=1))
+    parts = (given, accepted.bonus, lengths + given, tree.depths.amax(dim=1), *times)
     return torch.cat([accepted.tokens.reshape(-1), *parts])
 
 
@@ -395,14 +403,15 @@ def _unpacked(raw: _Raw, live: int, bs: int) -> StepOutput:
     width = raw.accepted.tokens.shape[1]
     packed = raw.packed.clone()
     tokens = packed[: live * width]
-    given, roots, lengths, deepest = packed[bs * width :].view(4, bs)[:, :live].unbind()
+    told = packed[bs * width :][3 * bs :]
+    given, roots, lengths = packed[bs * width :][: 3 * bs].view(3, bs)[:, :live].unbind()
     return StepOutput(
         tokens,
         width,
         given,
         roots,
         lengths,
-        deepest,
+        told,
         _first(raw.tree, live),
         Accepted(*(field[:live] for field in raw.accepted)),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -15,6 +16,16 @@ if TYPE_CHECKING:
 
     from overstory.kernels.reference import Tree
     from overstory.workers.policy.chooser import StepOutcome
+
+
+DEVICE_TIMES_ENV = "OVERSTORY_DEVICE_TIMES"
+"""1 has steps on an accelerator read its clock at both ends, for `idle_ns`; steps on a CPU always
+do. Off unless asked for: the captured step with it has not run on a GPU."""
+
+
+def times_steps(device: str) -> bool:
+    """Whether steps on ``device`` read its clock."""
+    return device == "cpu" or os.environ.get(DEVICE_TIMES_ENV) == "1"
 
 
 class StageClock:
@@ -42,6 +53,8 @@ class StepRecord:
         stage_ns: times of the stages.
         deepest: [bs] int64 on the host, depth of each tree, complete by the time the scheduler has
             the step's tokens; taken from the tree if None.
+        times: [2] int64 on the host, nanoseconds of the device's clock before and after the step's
+            work, complete as `deepest`; None if it was not timed.
     """
 
     policy: str
@@ -50,6 +63,7 @@ class StepRecord:
     stage_ns: dict[str, int] = field(default_factory=dict)
     deepest: torch.Tensor | None = None
     outcome: StepOutcome | None = None
+    times: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -60,11 +74,13 @@ class _ReadStep:
         record: the step.
         accepted: drafted tokens on the accepted path, by request.
         lengths: tokens of each request before this step; None if it had ended before.
+        follows: whether nothing was launched between the step before and this one.
     """
 
     record: StepRecord
     accepted: list[int]
     lengths: list[int | None]
+    follows: bool
 
 
 class PendingSteps:
@@ -78,27 +94,38 @@ class PendingSteps:
     def __init__(self, stats: StepStats) -> None:
         self._stats = stats
         self._pending: deque[StepRecord] = deque()
+        self._broken = True  # whether something else was launched since the last step
+        self._follows: deque[bool] = deque()  # of the pending: nothing lies between it and the last
+        self._ended_ns: int | None = None
         self._read: _ReadStep | None = None
 
     def start(self) -> None:
         """A worker starts: steps that one before it in this process left behind are dropped."""
         self._pending.clear()
+        self._follows.clear()
+        self._broken, self._ended_ns = True, None
         self._read = None
+
+    def interrupted(self) -> None:
+        """Something else than a step was launched: the next step's gap is not idle time."""
+        self._broken = True
 
     def add(self, record: StepRecord) -> None:
         """A step has been launched."""
         self._pending.append(record)
+        self._follows.append(not self._broken)
+        self._broken = False
 
     def read(self, accepted: list[int]) -> None:
         """The acceptance of the oldest step: ``accepted`` drafted tokens per request."""
         assert self._read is None, "the step before was not counted"
-        record = self._pending.popleft()
+        record, follows = self._pending.popleft(), self._follows.popleft()
         assert len(accepted) == len(record.requests), "steps read out of order"
         lengths = [
             None if req.finished() or req.is_retracted else len(req.output_ids)
             for req in record.requests
         ]
-        self._read = _ReadStep(record, accepted, lengths)
+        self._read = _ReadStep(record, accepted, lengths, follows)
 
     def count(self) -> None:
         """Count the step that was read last, its tokens being appended; without one, nothing.
@@ -136,8 +163,20 @@ class PendingSteps:
             stage_ns=record.stage_ns,
             requests=running,
         )
+        self._count_times(record, step.follows)
         if record.outcome is not None:
             record.outcome.judge([before is not None for before in step.lengths])
+
+    def _count_times(self, record: StepRecord, follows: bool) -> None:
+        if record.times is None:
+            self._ended_ns = None
+            return
+        begun, ended = record.times.tolist()
+        idle = None
+        if follows and self._ended_ns is not None:
+            idle = max(0, begun - self._ended_ns)
+        self._stats.record_device(record.policy, max(0, ended - begun), idle)
+        self._ended_ns = ended
 
 
 def on_host(values: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, compute_position
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
-from overstory.kernels.ops import tree_accept
+from overstory.kernels.ops import device_time, tree_accept
 from overstory.kernels.reference import Accepted, Tree
 from overstory.workers import tree_policy
 from overstory.workers.ddtree.algorithm import (
@@ -39,7 +39,13 @@ from overstory.workers.ddtree.limits import StepLimits
 from overstory.workers.ddtree.logprobs import put_path_logprobs
 from overstory.workers.ddtree.sampler import apply_rules, draw, note_output
 from overstory.workers.ddtree.step_graph import CudaRecorder, StepGraphs, StepShape, whole_steps
-from overstory.workers.ddtree.step_record import PENDING, StageClock, StepRecord, on_host
+from overstory.workers.ddtree.step_record import (
+    PENDING,
+    StageClock,
+    StepRecord,
+    on_host,
+    times_steps,
+)
 from overstory.workers.ddtree.verify import RowLayout, row_layout, verify
 from overstory.workers.policy.chooser import StepChooser, spare_opted_out
 from overstory.workers.policy.options import Options
@@ -87,6 +93,7 @@ class DDTreeWorker(DFlashWorkerV2):
             self.last_position,
         )
         PENDING.start()
+        self.timed = times_steps(self.device)
         self._stacked_kv: StackedDrafterKv | None = None
         if self.device == "cpu" and StackedDrafterKv.fits(self.draft_model):
             self._stacked_kv = StackedDrafterKv(self.draft_model)
@@ -135,6 +142,7 @@ class DDTreeWorker(DFlashWorkerV2):
         """One prefill forward or one decode step of ``batch``."""
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             self.chooser.interrupted()
+            PENDING.interrupted()
             return self._prefill(batch, on_publish)
         if batch.forward_mode.is_idle():
             return super().forward_batch_generation(batch, on_publish, grammar_barrier)
@@ -227,10 +235,12 @@ class DDTreeWorker(DFlashWorkerV2):
         if on_publish is not None:
             on_publish(done.seq_lens)
         clock.mark("step")
-        deepest = on_host(done.deepest)
+        told = on_host(done.told)
+        deepest, times = told[: len(batch.reqs)], told[-2:] if self.timed else None
         outcome = self.chooser.outcome(batch, policy, done.tree, done.accepted)
+        requests = tuple(batch.reqs)
         PENDING.add(
-            StepRecord(str(policy), done.tree, tuple(batch.reqs), clock.stages, deepest, outcome)
+            StepRecord(str(policy), done.tree, requests, clock.stages, deepest, outcome, times)
         )
         return GenerationBatchResult(
             logits_output=LogitsProcessorOutput(next_token_logits=None),
@@ -246,6 +256,9 @@ class DDTreeWorker(DFlashWorkerV2):
         self, policy: TreePolicy, batch: Any, on_publish: Publish
     ) -> GenerationBatchResult:
         clock = StageClock()
+        times = torch.empty(2, dtype=torch.int64, device=self.device) if self.timed else None
+        if times is not None:
+            device_time(times[:1])
         roots = batch.spec_info.bonus_tokens
         prefix = batch.seq_lens
         window = self.window_slots(prefix, batch.req_pool_indices)
@@ -268,11 +281,13 @@ class DDTreeWorker(DFlashWorkerV2):
         hidden = verified.logits_output.hidden_states
         extend_drafter(self, hidden, accepted, slots, prefix, self.last_position)
         clock.mark("commit")
+        if times is not None:
+            device_time(times[1:])
+            times = on_host(times)
         deepest = on_host(tree.depths.amax(dim=1)) if tree.depths.is_cuda else None
         outcome = self.chooser.outcome(batch, policy, tree, accepted)
-        PENDING.add(
-            StepRecord(str(policy), tree, tuple(batch.reqs), clock.stages, deepest, outcome)
-        )
+        requests = tuple(batch.reqs)
+        PENDING.add(StepRecord(str(policy), tree, requests, clock.stages, deepest, outcome, times))
         return self._result(verified, accepted, new_seq_lens)
 
     def _nodes(self, policy: TreePolicy) -> int:
