@@ -355,10 +355,9 @@ class RankHost:
             assert self._view is not None
             self._gather.compare(self._view.raw.tp_group)
         tree_policy.set_current(parse_policy(lease.policy))
-        if not lease.commands:
-            return
         assert self._view is not None
         context = CommandContext(self._rank, self._view, lease.epoch)
+        self._handoff.led_by(context)
         for command in lease.commands:
             if command.ticket in self._command_results:
                 continue  # Granted again, since the first grant's answer did not arrive.

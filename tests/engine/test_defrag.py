@@ -295,7 +295,12 @@ def test_rows_that_are_handed_over_stay_where_they_are(
     refused = act("relocate", plan=plan)["refused"]
     assert "its rows must stay where they are" in refused
     assert torch.equal(handoff._held["k"][0].slots, slots)
-    act("kv_let_go", key="k")
+    handoff.led_by(CommandContext(0, SglangScheduler(harness.scheduler), EPOCH))
+    assert handoff.holding() == 1, "its own controller leads on"
+    harness.at_boundary(
+        lambda scheduler: handoff.led_by(CommandContext(0, SglangScheduler(scheduler), EPOCH + 1))
+    )
+    assert handoff.holding() == 0, "a controller that is gone ends nothing any more"
     assert act("relocate", plan=plan)["rows"] > 0
     harness.assert_no_leak()
 

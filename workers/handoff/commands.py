@@ -41,6 +41,7 @@ class KvHandoff:
         self.identity = ""
         self._lock = threading.Lock()
         self._held: dict[str, list[cached.Held]] = {}
+        self._epochs: dict[str, int] = {}  # of the controller that had it held
         self._table: RowTable | None = None
 
     def register(self, table: CommandTable) -> None:
@@ -53,6 +54,14 @@ class KvHandoff:
         """Hand-offs that this rank gives to at present. From any thread."""
         with self._lock:
             return len(self._held)
+
+    def led_by(self, context: CommandContext) -> None:
+        """At a boundary: lets go of what was held for a controller before this one, which cannot
+        end what it began. A thread that is sending it finds so; the taker computes the rest."""
+        with self._lock:
+            orphans = [key for key, epoch in self._epochs.items() if epoch < context.epoch]
+        for key in orphans:
+            self.let_go(context, {"key": key})
 
     # ------------------------------------------------------------------ giving
 
@@ -75,6 +84,7 @@ class KvHandoff:
         held = [cached.hold(scheduler, text["tokens"]) for text in texts]
         with self._lock:
             self._held[arguments["key"]] = held
+            self._epochs[arguments["key"]] = context.epoch
         return {
             "lengths": [len(one.slots) for one in held],
             "running": [],
@@ -85,6 +95,7 @@ class KvHandoff:
         """Ends what `hold` began under `key`. Returns how many texts were held."""
         with self._lock:
             held = self._held.pop(arguments["key"], [])
+            self._epochs.pop(arguments["key"], None)
         for one in held:
             cached.let_go(context.scheduler.raw, one)
         return {"texts": len(held)}

@@ -110,6 +110,11 @@ class RankSide:
         """See `KvHandoff.holding`."""
         return 0 if self._made is None else self._made[0].holding()
 
+    def led_by(self, context: CommandContext) -> None:
+        """See `KvHandoff.led_by`."""
+        if self._made is not None:
+            self._made[0].led_by(context)
+
     def _handler(self, name: str) -> Callable[[CommandContext, Mapping[str, Any]], Any]:
         def act(context: CommandContext, arguments: Mapping[str, Any]) -> Any:
             return getattr(self._kv, name)(context, arguments)
