@@ -7,7 +7,7 @@
 # $OVERSTORY_KERNEL_CACHE); no install of this project. Each part has a time limit and a file of its
 # own in OUT, and a part that fails does not stop the others:
 #   build.txt      the machine, the build, what ptxas says
-#   tests_attention.txt, tests_others.txt   tests/gpu   } side by side, as none of
+#   tests_{attention,fp8_hazards,error,others}.txt   tests/gpu   } side by side, as none of
 #   memcheck.txt, racecheck.txt    compute-sanitizer    } them measures a time
 #   warm.txt                  compiling the baselines   }
 #   bench.txt, bench/{results.csv,plot.svg,goals.md}   the shapes with goals, then the baselines
@@ -81,6 +81,11 @@ run_tests() { # name, files
     -c "$root/pyproject.toml" -q -p no:cacheprovider -m "not full" --durations=8 --maxfail=25
 }
 run_tests tests_attention "$root/tests/gpu/test_gpu_attention.py" &
+run_tests tests_fp8_hazards "$root/tests/gpu/test_gpu_attention_fp8.py" \
+  "$root/tests/gpu/test_gpu_attention_hazards.py" &
+# Beside SGLang's Triton kernel of the first folder; skipped where there is none.
+OVERSTORY_SGLANG=${sglang[1]:-} run_tests tests_error -rP \
+  "$root/tests/gpu/test_gpu_attention_error.py" &
 run_tests tests_others "$root/tests/gpu/test_gpu_graphs.py" "$root/tests/gpu/test_gpu_small_ops.py" &
 sanitize memcheck &
 sanitize racecheck &

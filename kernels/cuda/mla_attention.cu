@@ -57,7 +57,7 @@ int launch_combine(const Args& args, int tiles, void* stream) {
   // Requests of less than 8 heads a token end in tiles that are not full.
   const int most = (args.tokens * heads + 7) / 8 + (heads < 8 ? args.bs : 0);
   return launch_dependent(combine, dim3(most, column_groups(most)), kThreads,
-                          combine_bytes(args.blocks), stream, args, tiles);
+                          sizeof(JoinedByWarps), stream, args, tiles);
 }
 
 int attend(Args& args, int heads, int max_q, void* workspace, int64_t workspace_bytes,

@@ -18,8 +18,10 @@ namespace overstory::mla {
 
 constexpr float kMinusInfinity = -__builtin_huge_valf();
 // A row's maximum moves only by more than this (log2), so that outputs are seldom rescaled; weights
-// stay below 2^8, and their relative precision in bf16 is the same.
-constexpr float kSlack = 8.0f;
+// stay below 2^4, and their relative precision in bf16 is the same. But a row's highest weight is
+// then not exactly 1: with 8 the error beside Triton's showed it
+// (docs/kernels-attention.md, "How exact it is").
+constexpr float kSlack = 4.0f;
 
 __device__ __forceinline__ float natural_lse(float m, float l) {
   return l == 0.0f ? kMinusInfinity : (m + log2f(l)) * 0.693147180559945f;
@@ -56,20 +58,23 @@ struct Block {
   using L = Layout<kTiles, kStages>;
   using Copy = KeyCopy<L::kCopiers, kFp8>;
   char* shared;
-  int own_warp;                                // ptx::warp(), known to be the same in all lanes
+  int own_warp, own_lane;  // the warp is known to be the same in all lanes
+  bool any_moved;  // a maximum, in the granule before
+  int plain, all;  // granules of the piece: those with keys of the prefix only, and all
   float o[kTiles][4][4];                   // O^T fragments: 4 blocks of 16 columns
   uint32_t q[kStepsQK][L::kPairs + 1][2];  // Q^T fragments, the odd tile's last
   float4 state;                            // of the tile `own_tile`
   float2 odd_state;                        // of a row of the odd tile
   float4 own_part;                         // of the scores of the tile `own_tile`
 
-  __device__ __forceinline__ static int thread() {
-    return L::kTight ? ptx::computed_here(ptx::thread()) : ptx::thread();
+  __device__ __forceinline__ int thread() const { return own_warp * 32 + own_lane; }
+  __device__ __forceinline__ int warp() const { return own_warp; }
+  __device__ __forceinline__ int lane() const { return own_lane; }
+  // Where registers are scarce, nothing derived from the lane is kept beyond the next call.
+  __device__ __forceinline__ void find_lane() {
+    own_lane = (L::kTight ? ptx::computed_here(ptx::thread()) : ptx::thread()) & 31;
   }
-  __device__ __forceinline__ int warp() const { return L::kTight ? thread() >> 5 : own_warp; }
-  __device__ __forceinline__ static int lane() { return thread() & 31; }
 
-  __device__ __forceinline__ char* stage(int i) const { return shared + i * kStageBytes; }
   template <typename T>
   __device__ __forceinline__ T* at(int offset) const {
     return reinterpret_cast<T*>(shared + offset);
@@ -117,25 +122,39 @@ struct Block {
                                           : L::kOddQueries + (row - L::kStagedRows) * kRowBytes);
   }
 
-  // Rows of tokens that there are not become zeros.
+  // Of the row tile, rows of tokens that there are.
+  __device__ __forceinline__ static int rows_of(const Args& args, const Piece& piece) {
+    const int rows = (piece.tokens << args.heads_shift) - piece.first_row;
+    return rows < L::kRows ? rows : L::kRows;
+  }
+
+  // The others become zeros. One copy a row: a thread's loop over pieces of 16 bytes took 2 us.
   __device__ __forceinline__ void stage_queries(const Args& args) const {
-    constexpr int kParts = kKeyBytes / 16, kAtATime = kThreads / kParts;
-    const int part = thread() % kParts, tokens = piece().tokens;
-    const uint16_t* q = static_cast<const uint16_t*>(args.q) + part * 8 +
+    const int rows = rows_of(args, piece());
+    const uint16_t* q = static_cast<const uint16_t*>(args.q) +
                         piece().first_token * args.q_token_stride;
-    if (thread() < kAtATime * kParts) {
+    // All blocks ask the L2 cache for these rows at the same time: each begins at another one.
+    const int shift = ptx::block() % rows;
+    if (lane() == 0) {
 #ifndef OVERSTORY_SIM
-#pragma unroll 4
+#pragma unroll 3
 #endif
-      for (int i = thread() / kParts; i < L::kRows; i += kAtATime) {
-        const int row = piece().first_row + i, token = row >> args.heads_shift;
+      for (int i = warp(); i < rows; i += kWarps) {
+        const int place = i + shift < rows ? i + shift : i + shift - rows;
+        const int row = piece().first_row + place, token = row >> args.heads_shift;
         const int head = row & ((1 << args.heads_shift) - 1);
-        const bool valid = token < tokens;
-        const uint16_t* from = valid ? q + token * args.q_token_stride + head * args.q_head_stride : q;
-        ptx::cp_async_16(query_row(shared, i) + part * 16, from, valid);
+        ptx::bulk_copy(query_row(shared, place),
+                       q + token * args.q_token_stride + head * args.q_head_stride, kKeyBytes,
+                       at<uint64_t>(L::kArrivals));
       }
     }
-    ptx::cp_async_commit();
+    OVERSTORY_KEEP_LOOP
+    for (int i = rows + warp(); i < L::kRows; i += kWarps) {
+      OVERSTORY_KEEP_LOOP
+      for (int part = lane(); part < kKeyBytes / 16; part += 32) {
+        reinterpret_cast<uint4*>(query_row(shared, i))[part] = make_uint4(0, 0, 0, 0);
+      }
+    }
   }
 
   // Steps `step` and `step + 1` (if there is one) of a tile.
@@ -151,9 +170,9 @@ struct Block {
     }
   }
 
-  __device__ __forceinline__ void load_odd_queries(int step, uint32_t (&odd)[2]) const {
-    uint32_t none[2];
-    load_queries(kTiles - 1, step, false, odd, none);
+  __device__ __forceinline__ const char* odd_queries() const {
+    const int l = lane();
+    return query_row(shared, (kTiles - 1) * 8 + (l & 7)) + column_of(0) + (l >> 3 & 1) * 16;
   }
 
   __device__ __forceinline__ void load_queries() {
@@ -219,16 +238,19 @@ struct Block {
       OVERSTORY_UNROLL
       for (int e = 0; e < 4; ++e) s[j][e] = 0.0f;
     }
-    const char* from = keys + (lane() & 15) * kRowBytes + (lane() >> 4) * 16;
-    uint32_t a[2][4], odd[2][2];
-    ptx::ldmatrix_x4(a[0], from + column_of(0));
-    if (L::kOddSpared && has_odd()) load_odd_queries(0, odd[0]);
+    const int own_lane = lane();
+    const char* from = keys + (own_lane & 15) * kRowBytes + (own_lane >> 4) * 16 + column_of(0);
+    uint32_t a[2][4], odd[2];
+    ptx::ldmatrix_x4(a[0], from);
+    const char* odd_from = L::kOddSpared ? odd_queries() : nullptr;
+    if (L::kOddSpared && has_odd()) ptx::ldmatrix_x2(odd, odd_from);
     OVERSTORY_UNROLL
     for (int step = 0; step < kStepsQK; ++step) {
       // The next keys are on their way while these are multiplied: no other warp hides the wait.
       if (step + 1 < kStepsQK) {
-        ptx::ldmatrix_x4(a[(step + 1) % 2], from + column_of(step + 1));
-        if (L::kOddSpared && has_odd()) load_odd_queries(step + 1, odd[(step + 1) % 2]);
+        ptx::ldmatrix_x4(a[(step + 1) % 2], from + (step + 1) * 32);
+        // Or the compiler, for want of registers, loads keys when they are needed.
+        if (L::kFull) ptx::sync_warp();
       }
       OVERSTORY_UNROLL
       for (int j = 0; j < L::kPairs; ++j) multiply_keys(s[j], a[step % 2], step, j);
@@ -239,7 +261,8 @@ struct Block {
         // On its own, one chain of products would wait on itself: two, added below.
         const bool second = L::kPairs == 0 && step % 2 != 0;
         ptx::mma_bf16_m16n8k16(second ? other : s[L::kPairs], a[step % 2],
-                               L::kOddSpared ? odd[step % 2] : q[step][L::kPairs]);
+                               L::kOddSpared ? odd : q[step][L::kPairs]);
+        if (L::kOddSpared && step + 1 < kStepsQK) ptx::ldmatrix_x2(odd, odd_from + (step + 1) * 32);
       }
     }
     float4* to = at<float4>(L::kScores) + lane();
@@ -287,11 +310,13 @@ struct Block {
   // A row's maximum and what this lane has of its sum, for a granule whose scores reach `top`.
   struct Row {
     float m, l, factor;
+    bool rescales;  // what was added up before, if anything was
     __device__ __forceinline__ bool moves(float top) const { return top > m + kSlack; }
     // `top`: of all keys of the granule.
     __device__ __forceinline__ void see(float top) {
       if (!moves(top)) return;
       factor = ptx::exp2_fast(m - top);
+      rescales = m != kMinusInfinity;
       m = top;
       l *= factor;
     }
@@ -299,21 +324,52 @@ struct Block {
     __device__ __forceinline__ float base() const { return m == kMinusInfinity ? 0.0f : m; }
   };
 
-  __device__ __forceinline__ void weigh(const Args& args, int parity, const float4& s) {
-    const int tile = own_tile();
-    const float4 before = load_state();
-    Row row[2] = {{before.x, before.z, 1.0f}, {before.y, before.w, 1.0f}};
-    float top[2] = {fmaxf(s.x, s.z) * args.scale_log2, fmaxf(s.y, s.w) * args.scale_log2};
+  // The scores `own` of the own tile, if this warp has one, and `odd` of a row of the odd tile.
+  // Whether outputs must be rescaled. Both go through each step together: their waits are the same.
+  __device__ __forceinline__ bool weigh(const Args& args, int parity, const float4& own, float odd) {
+    const bool owns = L::kPairs == 4 || has_tile(), odds = has_odd();
+    float4 before = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float2 odd_before = make_float2(0.0f, 0.0f);
+    if (owns) before = load_state();
+    if (odds) odd_before = load_odd_state();
+    Row row[2] = {{before.x, before.z, 1.0f, false}, {before.y, before.w, 1.0f, false}};
+    Row last{odd_before.x, odd_before.y, 1.0f, false};
+    float top[2] = {fmaxf(own.x, own.z) * args.scale_log2, fmaxf(own.y, own.w) * args.scale_log2};
+    float odd_top = odd * args.scale_log2;
+    const bool own_moves = owns && (row[0].moves(top[0]) || row[1].moves(top[1]));
+    const bool odd_moves = odds && last.moves(odd_top);
+    bool rescales = false, odd_rescales = false;
     // Seldom: only then do the lanes look for the highest of all keys.
-    const bool moved = ptx::any(row[0].moves(top[0]) || row[1].moves(top[1]));
-    if (moved) {
-      OVERSTORY_UNROLL
-      for (int c = 0; c < 2; ++c) {
+    if (ptx::any(own_moves || odd_moves)) {
+      if (owns) {
         OVERSTORY_UNROLL
-        for (int step = 4; step < 32; step *= 2) top[c] = fmaxf(top[c], ptx::shfl_xor(top[c], step));
-        row[c].see(top[c]);
+        for (int c = 0; c < 2; ++c) {
+          OVERSTORY_UNROLL
+          for (int step = 4; step < 32; step *= 2) {
+            top[c] = fmaxf(top[c], ptx::shfl_xor(top[c], step));
+          }
+          row[c].see(top[c]);
+        }
+        // Where nothing was seen before, there is nothing to rescale.
+        rescales = ptx::any(row[0].rescales || row[1].rescales);
+      }
+      if (odds) {
+        OVERSTORY_UNROLL
+        for (int step = 1; step < 16; step *= 2) {
+          odd_top = fmaxf(odd_top, ptx::shfl_xor(odd_top, step));
+        }
+        last.see(odd_top);
+        odd_rescales = ptx::any(last.rescales);
       }
     }
+    if (owns) write_weights(args, parity, own, row, rescales);
+    if (odds) write_odd_weight(args, parity, odd, last, odd_rescales);
+    return rescales || odd_rescales;
+  }
+
+  __device__ __forceinline__ void write_weights(const Args& args, int parity, const float4& s,
+                                                Row (&row)[2], bool rescales) {
+    const int tile = own_tile();
     const float base[2] = {row[0].base(), row[1].base()};
     const uint32_t near = ptx::pack_bf16x2(ptx::exp2_fast(fmaf(s.x, args.scale_log2, -base[0])),
                                            ptx::exp2_fast(fmaf(s.y, args.scale_log2, -base[1])));
@@ -322,8 +378,8 @@ struct Block {
     uint32_t* to = at<uint32_t>(L::kWeights + parity * L::kWeightBytes) + tile * 64 + lane();
     to[0] = near;
     to[32] = far;
-    if (lane() == 0) at<uint8_t>(L::kMoved)[parity * 16 + tile] = moved ? 1 : 0;
-    if (moved && lane() < 4) {
+    if (lane() == 0) at<uint8_t>(L::kMoved)[parity * 16 + tile] = rescales ? 1 : 0;
+    if (rescales && lane() < 4) {
       at<float2>(L::kScaling)[(parity * kTiles + tile) * 4 + lane()] =
           make_float2(row[0].factor, row[1].factor);
     }
@@ -333,6 +389,18 @@ struct Block {
     const float m[2] = {row[0].m, row[1].m}, l[2] = {row[0].l, row[1].l};
     store_state(m, l);
   }
+  __device__ __forceinline__ void write_odd_weight(const Args& args, int parity, float score,
+                                                   const Row& row, bool rescales) {
+    const float weight = ptx::exp2_fast(fmaf(score, args.scale_log2, -row.base()));
+    const uint16_t rounded = ptx::float_to_bf16(weight);
+    at<uint16_t>(L::kWeights + parity * L::kWeightBytes)[(kTiles - 1) * 128 + (lane() & 15) * 8 +
+                                                         odd_row()] = rounded;
+    if (lane() == 0) at<uint8_t>(L::kMoved)[parity * 16 + 8 + warp()] = rescales ? 1 : 0;
+    if ((lane() & 15) == 0) {
+      at<float>(L::kScaling)[(parity * kTiles + kTiles - 1) * 8 + odd_row()] = row.factor;
+    }
+    store_odd_state(row.m, row.l + ptx::bf16_to_float(rounded));
+  }
 
   // Of the odd tile a lane has the row `odd_row` and the key lane % 16.
   __device__ __forceinline__ float add_odd_parts() const {
@@ -340,26 +408,6 @@ struct Block {
     const float* from = at<float>(L::kScores + L::kPairs * 2 * L::kParts * kFragmentBytes) +
                         odd_place(key & 7, warp() & 3) * 4 + (key >> 3) * 2 + (lane() >> 4);
     return (from[0] + from[128]) + (from[256] + from[384]);
-  }
-  __device__ __forceinline__ void weigh_odd(const Args& args, int parity, float score) {
-    const float2 before = load_odd_state();
-    Row row{before.x, before.y, 1.0f};
-    float top = score * args.scale_log2;
-    const bool moved = ptx::any(row.moves(top));
-    if (moved) {
-      OVERSTORY_UNROLL
-      for (int step = 1; step < 16; step *= 2) top = fmaxf(top, ptx::shfl_xor(top, step));
-      row.see(top);
-    }
-    const float weight = ptx::exp2_fast(fmaf(score, args.scale_log2, -row.base()));
-    const uint16_t rounded = ptx::float_to_bf16(weight);
-    at<uint16_t>(L::kWeights + parity * L::kWeightBytes)[(kTiles - 1) * 128 + (lane() & 15) * 8 +
-                                                         odd_row()] = rounded;
-    if (lane() == 0) at<uint8_t>(L::kMoved)[parity * 16 + 8 + warp()] = moved ? 1 : 0;
-    if ((lane() & 15) == 0) {
-      at<float>(L::kScaling)[(parity * kTiles + kTiles - 1) * 8 + odd_row()] = row.factor;
-    }
-    store_odd_state(row.m, row.l + ptx::bf16_to_float(rounded));
   }
   __device__ __forceinline__ float2 load_odd_state() const {
     if (!L::kTight) return odd_state;
@@ -407,9 +455,9 @@ struct Block {
 
   // O of the tiles whose maxima moved to the new maxima.
   __device__ __forceinline__ void rescale(int parity) {
+    if (!any_moved) return;
     const uint2* moved = at<uint2>(L::kMoved + parity * 16);
     const uint2 paired = moved[0], odd = L::kOdd ? moved[1] : make_uint2(0, 0);
-    if ((paired.x | paired.y | odd.x | odd.y) == 0) return;
     const float2* scaling = at<float2>(L::kScaling) + parity * kTiles * 4;
     OVERSTORY_UNROLL
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -493,6 +541,7 @@ struct Block {
   }
 
   __device__ __forceinline__ void clear_states() {
+    any_moved = false;
     const float high[2] = {kMinusInfinity, kMinusInfinity}, sum[2] = {0.0f, 0.0f};
     if (has_tile()) store_state(high, sum);
     if (has_odd()) store_odd_state(kMinusInfinity, 0.0f);
@@ -509,9 +558,13 @@ struct Block {
   // i - 1. The latter hide what the former wait for: other warps' parts of the scores, shuffles,
   // exponentials.
 
-  // Stage of granule number `count` of the piece.
-  __device__ __forceinline__ char* stage_of(int count) const {
-    return stage(static_cast<int>(static_cast<uint32_t>(count) % kStages));
+  // Granule number `count` of the piece is in stage count % kStages. `place`: bytes from the first
+  // stage to a granule's; this is where the granule `later` after it is.
+  template <int kLater>
+  __device__ __forceinline__ static int place_after(int place) {
+    constexpr int kAhead = (kLater % kStages + kStages) % kStages * kStageBytes;
+    constexpr int kEnd = kStages * kStageBytes;
+    return place >= kEnd - kAhead ? place + (kAhead - kEnd) : place + kAhead;
   }
 
   // Each copying warp fetches two (or four) keys of a granule. Its lanes hold where those of 16 (or
@@ -525,17 +578,17 @@ struct Block {
     return locate_key(args, piece(), key);
   }
   // Of the key that this lane copies a part of.
-  __device__ __forceinline__ static int located(int count, int ahead) {
+  __device__ __forceinline__ int located(int count, int ahead) const {
     return ptx::shfl(ahead, count % L::kAhead * L::kCopiedKeys + lane() / (32 / L::kCopiedKeys));
   }
 
   // Granule number `count` of the piece, to its stage, which has been free since a barrier.
   __device__ __forceinline__ void fetch(const Args& args, int count, int& ahead) const {
-    copy_of(args, count, ahead).issue_all(copier());
+    copy_of(args, count, count * kStageBytes, ahead).issue_all(copier());  // the first ones
     go_on(args, count, ahead);
   }
-  __device__ __forceinline__ Copy copy_of(const Args& args, int count, int ahead) const {
-    return Copy(args, stage_of(count), located(count, ahead), copier());
+  __device__ __forceinline__ Copy copy_of(const Args& args, int count, int place, int ahead) const {
+    return Copy(args, shared + place, located(count, ahead), count < plain, copier());
   }
   // The lanes of the last granules go on to those `kAhead` later.
   __device__ __forceinline__ void go_on(const Args& args, int count, int& ahead) const {
@@ -544,7 +597,7 @@ struct Block {
     const bool upper = (count & kHalf) != 0;
     if ((lane() >= 16) == upper) ahead = locate_ahead(args, count + (upper ? 1 : kHalf + 1));
   }
-  __device__ __forceinline__ static void prefetch(const Args& args, int count, int ahead) {
+  __device__ __forceinline__ void prefetch(const Args& args, int count, int ahead) {
     constexpr int kLanes = 32 / L::kCopiedKeys;
     const int where = located(count, ahead);
     if (where == kNoKey) return;
@@ -555,19 +608,19 @@ struct Block {
   }
 
   // This warp's keys of a granule have come: e4m3 ones become bf16.
-  __device__ __forceinline__ void widen(int count) const {
+  __device__ __forceinline__ void widen(int count, int place) const {
     constexpr int kLanes = 32 / L::kCopiedKeys;
-    if (!kFp8 || !copies() || count >= counts().all) return;
-    widen_row<kLanes>(stage_of(count) + copier() / kLanes * kRowBytes, copier() % kLanes);
+    if (!kFp8 || !copies() || count >= all) return;
+    widen_row<kLanes>(shared + place + copier() / kLanes * kRowBytes, copier() % kLanes);
   }
   // `count` granules of the piece lie before the one at hand. What is to be copied meanwhile, in the
   // group of copies that begins with it.
-  __device__ __forceinline__ Copy fetch_ahead(const Args& args, int count, int& ahead) const {
-    if (!copies() || count < 2) return Copy();  // at first all stages have been filled already
+  __device__ __forceinline__ Copy fetch_ahead(const Args& args, int count, int place, int& ahead) const {
+    if (!copies() || count < L::kFilled - (kStages - 2)) return Copy();  // `begin` has fetched it
     const int next = count + kStages - 2;
     Copy copy;
-    if (next < counts().all) {
-      copy = copy_of(args, next, ahead);
+    if (next < all) {
+      copy = copy_of(args, next, place_after<kStages - 2>(place), ahead);
       if (!L::kSpread) copy.issue_all(copier());
       go_on(args, next, ahead);
     }
@@ -581,32 +634,32 @@ struct Block {
     ahead = kNoKey;
     if (copies()) ahead = locate_ahead(args, 0);
     stage_queries(args);
-    OVERSTORY_UNROLL
+    OVERSTORY_KEEP_LOOP
     for (int i = 0; i < L::kEarly; ++i) {
       if (copies() && i < count) fetch(args, i, ahead);
       ptx::cp_async_commit();
     }
-    OVERSTORY_UNROLL
+    OVERSTORY_KEEP_LOOP
     for (int i = L::kEarly; i < kStages; ++i) {
       if (copies() && i < count) prefetch(args, i, ahead);
     }
     if (piece().end * kGranule > piece().prefix) {
       load_visible<kTiles>(args, piece(), thread(), at<char>(L::kVisible));
     }
-    ptx::cp_async_wait<L::kEarly>();
+    ptx::mbarrier_wait(at<uint64_t>(L::kArrivals), piece().parity);
     ptx::sync_block();
     load_queries();
     ptx::sync_block();
     spare_queries();
-    OVERSTORY_UNROLL
-    for (int i = L::kEarly; i < kStages; ++i) {
+    OVERSTORY_KEEP_LOOP
+    for (int i = L::kEarly; i < L::kFilled; ++i) {
       if (copies() && i < count) fetch(args, i, ahead);
       ptx::cp_async_commit();
     }
     clear_states();
     clear_outputs();
-    ptx::cp_async_wait<kStages - 1>();
-    widen(0);
+    ptx::cp_async_wait<L::kFilled - 1>();
+    widen(0, 0);
     ptx::sync_block();
   }
 
@@ -620,22 +673,23 @@ struct Block {
   }
 
   // Of the piece: how many granules hold keys of the prefix only, and how many there are.
-  struct Counts {
-    int plain, all;
-  };
-  __device__ __forceinline__ Counts counts() const {
-    return {piece().plain_end - piece().begin, piece().end - piece().begin};
+  __device__ __forceinline__ void count_granules() {
+    plain = ptx::uniform(piece().plain_end > piece().begin ? piece().plain_end - piece().begin : 0);
+    all = ptx::uniform(piece().end - piece().begin);
   }
 
   // When it begins, granule `count` is in shared memory for all; when it ends, the next one is.
-  __device__ __forceinline__ void step(const Args& args, int count, bool tail, int& ahead) {
-    const Copy copy = fetch_ahead(args, count, ahead);
-    if (tail) isolate(count);
+  __device__ __forceinline__ void step(const Args& args, int count, bool tail, int& place, int& ahead) {
+    find_lane();
+    const Copy copy = fetch_ahead(args, count, place, ahead);
+    if (tail) isolate(count, place);
     const int parity = count & 1, before = parity ^ 1;
-    multiply_scores(stage_of(count), copy);
-    if (L::kSpread && count >= 2) ptx::cp_async_commit();
+    find_lane();
+    multiply_scores(shared + place, copy);
+    find_lane();
+    if (L::kSpread && count >= L::kFilled - (kStages - 2)) ptx::cp_async_commit();
     Values values;
-    const char* keys = stage_of(count > 0 ? count - 1 : 0);
+    const char* keys = shared + (count > 0 ? place_after<-1>(place) : place);
     multiply_values<0>(keys, before, values);
     wait_for_parts();
     const bool owns = L::kPairs == 4 || has_tile();
@@ -647,29 +701,31 @@ struct Block {
     if (tail && owns) mask_own(args, count, own);
     if (tail && has_odd()) mask_odd(args, count, odd);
     multiply_values<2>(keys, before, values);
-    if (owns) weigh(args, parity, own);
-    if (has_odd()) weigh_odd(args, parity, odd);
+    const bool rescales = weigh(args, parity, own, odd);
     multiply_values<3>(keys, before, values);
     multiply_values<4>(keys, before, values);
     ptx::cp_async_wait<kStages - 3>();
-    widen(count + 1);
-    ptx::sync_block();
+    place = place_after<1>(place);
+    widen(count + 1, place);
+    any_moved = ptx::sync_block_or(rescales);
   }
 
   __device__ __forceinline__ void multiply_keys_and_values(const Args& args) {
+    find_lane();
+    count_granules();
     int ahead;
-    begin(args, counts().all, ahead);
-    int count = 0;
+    begin(args, all, ahead);
+    int count = 0, place = 0;
     if (L::kFull) {  // one loop: registers do not suffice for two
       OVERSTORY_KEEP_LOOP
-      for (; count < counts().all; ++count) step(args, count, count >= counts().plain, ahead);
+      for (; count < all; ++count) step(args, count, count >= plain, place, ahead);
     } else {
-      for (; count < counts().plain; ++count) step(args, count, false, ahead);
-      for (; count < counts().all; ++count) step(args, count, true, ahead);
+      for (; count < plain; ++count) step(args, count, false, place, ahead);
+      for (; count < all; ++count) step(args, count, true, place, ahead);
     }
     Values values;
     const int parity = (count - 1) & 1;
-    const char* keys = stage_of(count - 1);
+    const char* keys = shared + place_after<-1>(place);
     multiply_values<0>(keys, parity, values);
     multiply_values<1>(keys, parity, values);
     multiply_values<2>(keys, parity, values);
@@ -678,8 +734,8 @@ struct Block {
   }
 
   // Before anybody reads a granule of the tail, a barrier on its own.
-  __device__ __forceinline__ void isolate(int count) {
-    isolate_broken_keys(piece(), piece().begin + count, stage_of(count), thread(),
+  __device__ __forceinline__ void isolate(int count, int place) {
+    isolate_broken_keys(piece(), piece().begin + count, shared + place, thread(),
                         at<uint8_t>(L::kBroken) + (count & 1) * 16);
     ptx::sync_block();
   }
@@ -817,10 +873,10 @@ struct Block {
 
 // The piece that begins with `unit`, of a block that owns the units before `end`, to shared memory;
 // with the units that are left.
-__device__ __forceinline__ void make_piece(const Args& args, int tiles, int unit, int end,
-                                          Piece& piece) {
-  int ignored;
-  const Place place = find_place<By::unit>(args, tiles, unit, ignored, ignored);
+template <typename B>
+__device__ __forceinline__ void make_piece(const Args& args, int tiles, const Place& place, int unit,
+                                          int end, bool is_first, const B& block) {
+  Piece& piece = block.piece();
   const int granules = granules_of(place.request);
   const int item = (unit - place.first_unit) / granules;
   const int first_unit = place.first_unit + item * granules;
@@ -842,6 +898,13 @@ __device__ __forceinline__ void make_piece(const Args& args, int tiles, int unit
     piece.next_unit = unit + last - first;
     piece.end_unit = end;
     piece.wide_out_cache_loc = args.wide_out_cache_loc ? 1 : 0;
+    piece.parity = is_first ? 0 : piece.parity ^ 1;
+    uint64_t* arrivals = block.template at<uint64_t>(B::L::kArrivals);
+    if (is_first) {
+      ptx::mbarrier_init(arrivals, 1);
+      ptx::mbarrier_fence_init();
+    }
+    ptx::mbarrier_arrive_expect(arrivals, B::rows_of(args, piece) * kKeyBytes);
   }
   ptx::sync_block();
 }
@@ -850,24 +913,27 @@ template <int kTiles, int kStages, bool kFp8>
 __global__ void __launch_bounds__(kThreads, kTiles <= 3 ? 2 : 1) attention(const Args args) {
   ptx::pdl_wait();  // before the combining kernel may start, which reads lengths without waiting
   ptx::pdl_launch_dependents();
-  int total = 0, ignored = 0;
-  find_place<By::unit>(args, kTiles, -1, total, ignored);
-  const int chunk = chunk_of(args, kTiles, total);
+  const Batches batch = load_batch(args, kTiles);
+  const int chunk = chunk_of(args, kTiles, batch.units);
   const int begin = ptx::block() * chunk;
-  const int end = begin + chunk < total ? begin + chunk : total;
+  const int end = begin + chunk < batch.units ? begin + chunk : batch.units;
   if (begin >= end) return;
   Block<kTiles, kStages, kFp8> block;
-  block.shared = ptx::shared_memory<char>();
-  block.own_warp = ptx::shfl(ptx::warp(), 0);
+  block.shared = ptx::shared_here(ptx::shared_memory<char>());
+  block.own_warp = ptx::uniform(ptx::warp());
   Piece& piece = block.piece();
-  make_piece(args, kTiles, begin, end, piece);
+  make_piece(args, kTiles, find_place<By::unit>(args, kTiles, batch.first, begin), begin, end, true,
+             block);
   while (true) {
     block.run(args);
     ptx::sync_block();  // the next piece takes the shared memory
     const int unit = piece.next_unit, last = piece.end_unit;
     if (unit >= last) return;
-    ptx::sync_block();  // everybody has read it
-    make_piece(args, kTiles, unit, last, piece);
+    ptx::fence_async();  // queries are copied to where keys and weights were
+    ptx::sync_block();   // everybody has read the piece
+    const Group first = load_group(args, kTiles, 0, 0, 0);
+    make_piece(args, kTiles, find_place<By::unit>(args, kTiles, first, unit), unit, last, false,
+               block);
   }
 }
 

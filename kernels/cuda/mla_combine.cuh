@@ -6,11 +6,6 @@
 
 namespace overstory::mla {
 
-// Dynamic shared memory: weights [parts][8 rows], then per-warp maxima and sums, then sums of O.
-constexpr int combine_bytes(int blocks) {
-  return (blocks + 1) * 8 * 4 + kWarps * 8 * 4 + kWarps * 8 * 32 * 4;
-}
-
 // The parts of one tile: of block `first`, which began the item, to block `last`.
 struct Parts {
   int first, last;
@@ -23,137 +18,116 @@ struct Parts {
   }
 };
 
-__device__ __forceinline__ float over_rows_of_warps(float* scratch, float value, bool maximum) {
-  // Lanes with the same lane % 8 have the same row.
-  OVERSTORY_UNROLL
-  for (int step = 8; step < 32; step *= 2) {
-    const float other = ptx::shfl_xor(value, step);
-    value = maximum ? fmaxf(value, other) : value + other;
-  }
-  ptx::sync_block();  // the scratch of the call before
-  if (ptx::lane() < 8) scratch[ptx::warp() * 8 + ptx::lane()] = value;
-  ptx::sync_block();
-  value = scratch[ptx::lane() & 7];
-  OVERSTORY_UNROLL
-  for (int warp = 1; warp < kWarps; ++warp) {
-    const float other = scratch[warp * 8 + (ptx::lane() & 7)];
-    value = maximum ? fmaxf(value, other) : value + other;
-  }
-  return value;
-}
-
-// Maxima and sums of the row lane % 8 in up to nine of a thread's parts, all on their way at once.
-struct Stats {
-  static constexpr int kStep = kThreads / 8, kCount = 9;
-  float2 v[kCount];
-
-  __device__ __forceinline__ void load(const Args& args, const Parts& parts, int first) {
-    const float2* from = reinterpret_cast<const float2*>(args.stats) + parts.tile * 8 +
-                         (ptx::thread() & 7);
-    OVERSTORY_UNROLL
-    for (int i = 0; i < kCount; ++i) {
-      const int part = first + i * kStep;
-      v[i] = make_float2(kMinusInfinity, 0.0f);
-      if (part < parts.count()) v[i] = from[parts.slot(part) * parts.tiles * 8];
-    }
-  }
+// Eight elements of a lane (rows 2t and 2t + 1 in turn, t = lane % 4) and what its rows have of
+// maxima and sums, over a warp's parts: an online softmax whose scores are the parts' maxima.
+struct Joined {
+  float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+  float m[2] = {kMinusInfinity, kMinusInfinity};
+  float l[2] = {0.0f, 0.0f};
 };
 
-// Fills weights[part][row] with 2^(m_part - m) and returns m and the sum of row lane % 8. `stats`
-// holds the first parts of the thread.
-__device__ __forceinline__ float2 weigh_parts(const Args& args, const Parts& parts, Stats& stats,
-                                              float* weights, float* scratch) {
-  constexpr int kRound = Stats::kStep * Stats::kCount;
-  const int row = ptx::thread() & 7, own = ptx::thread() >> 3;
-  const bool once = parts.count() <= kRound;
-  float m = kMinusInfinity;
-  for (int first = own; first < parts.count(); first += kRound) {
-    if (!once) stats.load(args, parts, first);
-    OVERSTORY_UNROLL
-    for (int i = 0; i < Stats::kCount; ++i) m = fmaxf(m, stats.v[i].x);
-  }
-  m = over_rows_of_warps(scratch, m, true);
-  const float base = m == kMinusInfinity ? 0.0f : m;
-  float sum = 0.0f;
-  for (int first = own; first < parts.count(); first += kRound) {
-    if (!once) stats.load(args, parts, first);
-    OVERSTORY_UNROLL
-    for (int i = 0; i < Stats::kCount; ++i) {
-      const int part = first + i * Stats::kStep;
-      if (part >= parts.count()) continue;
-      const float weight = exp2f(stats.v[i].x - base);
-      weights[part * 8 + row] = weight;
-      sum += weight * stats.v[i].y;
-    }
-  }
-  return make_float2(m, over_rows_of_warps(scratch, sum, false));
-}
+__device__ __forceinline__ float finite_base(float m) { return m == kMinusInfinity ? 0.0f : m; }
 
-// Up to eight of a warp's parts of a pair of column blocks, all on their way at once.
+// Up to eight of a warp's parts of a pair of column blocks, with the maxima and sums of the lane's
+// rows, all on their way at once.
 struct Batch {
-  uint4 v[8];
-  float scale[8];
+  static constexpr int kCount = 9;
+  uint4 v[kCount];
+  float scale[kCount];
+  float4 stats[kCount];  // maximum and sum of row 2t, and of the next
 
   // Parts first, first + 8, ...
   __device__ __forceinline__ void load(const Args& args, const Parts& parts, int pair, int first) {
     const uint4* from = static_cast<const uint4*>(args.partial) +
                         (parts.tile * kColumnPairs + pair) * 32 + ptx::lane();
-    const int64_t stride = static_cast<int64_t>(parts.tiles) * kColumnPairs * 32;
+    const float4* of_rows =
+        reinterpret_cast<const float4*>(args.stats) + parts.tile * 4 + (ptx::lane() & 3);
     OVERSTORY_UNROLL
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       const int part = first + i * kWarps;
       v[i] = make_uint4(0, 0, 0, 0);
       scale[i] = 0.0f;
+      stats[i] = make_float4(kMinusInfinity, 0.0f, kMinusInfinity, 0.0f);
       if (part >= parts.count()) continue;
-      v[i] = from[parts.slot(part) * stride];
-      scale[i] = args.scales[parts.slot(part) * kWarps + pair / 2];
+      const int64_t slot = parts.slot(part);
+      v[i] = from[slot * parts.tiles * kColumnPairs * 32];
+      stats[i] = of_rows[slot * parts.tiles * 4];
+      scale[i] = args.scales[slot * kWarps + pair / 2];
     }
   }
 
-  __device__ __forceinline__ void add_to(float (&sum)[8], const Parts& parts, const float* weights,
-                                         int first) const {
+  __device__ __forceinline__ void join(Joined& to) const {
+    float m[2] = {to.m[0], to.m[1]};
     OVERSTORY_UNROLL
-    for (int i = 0; i < 8; ++i) {
-      const int part = first + i * kWarps;
-      if (part >= parts.count()) continue;
-      const float2 w =
-          *reinterpret_cast<const float2*>(weights + part * 8 + (ptx::lane() & 3) * 2);
-      const float own[2] = {w.x * scale[i], w.y * scale[i]};
+    for (int i = 0; i < kCount; ++i) {
+      m[0] = fmaxf(m[0], stats[i].x), m[1] = fmaxf(m[1], stats[i].z);
+    }
+    const float base[2] = {finite_base(m[0]), finite_base(m[1])};
+    const float before[2] = {exp2f(to.m[0] - base[0]), exp2f(to.m[1] - base[1])};
+    OVERSTORY_UNROLL
+    for (int e = 0; e < 8; ++e) to.sum[e] *= before[e % 2];
+    OVERSTORY_UNROLL
+    for (int c = 0; c < 2; ++c) to.m[c] = m[c], to.l[c] *= before[c];
+    OVERSTORY_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      const float w[2] = {exp2f(stats[i].x - base[0]), exp2f(stats[i].z - base[1])};
+      to.l[0] = fmaf(w[0], stats[i].y, to.l[0]);
+      to.l[1] = fmaf(w[1], stats[i].w, to.l[1]);
+      const float own[2] = {w[0] * scale[i], w[1] * scale[i]};
       const uint32_t words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
       OVERSTORY_UNROLL
       for (int e = 0; e < 8; ++e) {
         const uint16_t bits = static_cast<uint16_t>(words[e / 2] >> (e % 2 * 16));
-        sum[e] = fmaf(ptx::f16_to_float(bits), own[e % 2], sum[e]);
+        to.sum[e] = fmaf(ptx::f16_to_float(bits), own[e % 2], to.sum[e]);
       }
     }
   }
 };
 
-// Pairs of column blocks y, y + grid y, ... of a tile; warp w adds the parts w, w + 8, ... `batch`
-// holds the first of them.
-__device__ __forceinline__ void add_parts(const Args& args, const Parts& parts, Batch& batch,
-                                          const float* weights, float* sums, float inverse,
-                                          int64_t first_row, int rows) {
-  // What this thread adds over the warps and writes: element `warp` of its lane's eight.
-  const int e = ptx::warp(), lane = ptx::lane();
-  const int row = (lane & 3) * 2 + e % 2;
-  const float own_inverse = ptx::shfl(inverse, row);
-  uint16_t* out = static_cast<uint16_t*>(args.out) + (first_row + row) * kValues + (lane >> 2) +
-                  e / 2 * 8;
-  for (int pair = ptx::block_y(); pair < kColumnPairs; pair += ptx::grid_size_y()) {
-    float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-    for (int part = ptx::warp(); part < parts.count(); part += 8 * kWarps) {
-      if (part != ptx::warp() || pair != ptx::block_y()) batch.load(args, parts, pair, part);
-      batch.add_to(sum, parts, weights, part);
-    }
-    ptx::sync_block();  // the sums of the columns before
-    OVERSTORY_UNROLL
-    for (int i = 0; i < 8; ++i) sums[(ptx::warp() * 8 + i) * 32 + lane] = sum[i];
-    ptx::sync_block();
-    float all = 0.0f;
-    OVERSTORY_UNROLL
-    for (int warp = 0; warp < kWarps; ++warp) all += sums[(warp * 8 + e) * 32 + lane];
-    if (row < rows) out[pair * 32] = ptx::float_to_bf16(all * own_inverse);
+// What the warps have joined, in shared memory.
+struct JoinedByWarps {
+  float sum[kWarps][8][32];
+  float2 stats[kWarps][8];  // by row
+};
+
+// One pair of column blocks of a tile, whose first row is `first_row` of `out` and of which `rows` are
+// written. `batch` holds each warp's first parts.
+__device__ __forceinline__ void join_parts(const Args& args, const Parts& parts, Batch& batch,
+                                           int pair, int64_t first_row, int rows,
+                                           JoinedByWarps& shared) {
+  const int warp = ptx::warp(), lane = ptx::lane();
+  Joined own;
+  batch.join(own);
+  OVERSTORY_KEEP_LOOP
+  for (int part = warp + Batch::kCount * kWarps; part < parts.count(); part += Batch::kCount * kWarps) {
+    batch.load(args, parts, pair, part);
+    batch.join(own);
+  }
+  OVERSTORY_UNROLL
+  for (int e = 0; e < 8; ++e) shared.sum[warp][e][lane] = own.sum[e];
+  if (lane < 4) {
+    shared.stats[warp][lane * 2] = make_float2(own.m[0], own.l[0]);
+    shared.stats[warp][lane * 2 + 1] = make_float2(own.m[1], own.l[1]);
+  }
+  ptx::sync_block();
+  // This thread adds over the warps and writes element `warp` of its lane's eight.
+  const int row = (lane & 3) * 2 + warp % 2;
+  float m = kMinusInfinity, l = 0.0f, all = 0.0f;
+  OVERSTORY_UNROLL
+  for (int w = 0; w < kWarps; ++w) m = fmaxf(m, shared.stats[w][row].x);
+  OVERSTORY_UNROLL
+  for (int w = 0; w < kWarps; ++w) {
+    const float2 theirs = shared.stats[w][row];
+    const float factor = exp2f(theirs.x - finite_base(m));
+    l = fmaf(factor, theirs.y, l);
+    all = fmaf(factor, shared.sum[w][warp][lane], all);
+  }
+  if (row >= rows) return;
+  const float inverse = l == 0.0f ? 0.0f : args.value_scale / l;
+  static_cast<uint16_t*>(args.out)[(first_row + row) * kValues + pair * 32 + warp / 2 * 8 +
+                                   (lane >> 2)] = ptx::float_to_bf16(all * inverse);
+  if (args.lse != nullptr && pair == 0 && warp < 2 && lane < 4) {
+    args.lse[first_row + row] = natural_lse(m, l);
   }
 }
 
@@ -182,38 +156,32 @@ __device__ __forceinline__ void clear_unowned(const Args& args, int tile) {
 
 // Grid: x over the tiles of all requests and then of unowned rows, y over column blocks. `tiles`:
 // of an item, as the attention kernel had it.
-__global__ void __launch_bounds__(kThreads) combine(const Args args, int tiles) {
+__global__ void __launch_bounds__(kThreads, 2) combine(const Args args, int tiles) {
   ptx::pdl_launch_dependents();
   // Lengths were there before the attention kernel let this one begin.
-  int total_units = 0, total_tiles = 0, ignored = 0;
-  find_place<By::tile>(args, tiles, -1, total_units, total_tiles);
-  const Place place = find_place<By::tile>(args, tiles, ptx::block(), ignored, ignored);
+  const Batches all = load_batch(args, tiles);
+  const Place place = find_place<By::tile>(args, tiles, all.first, ptx::block());
   ptx::pdl_wait();  // by every block: one that leaves without could end this grid too early
-  if (ptx::block() >= total_tiles) return clear_unowned(args, ptx::block() - total_tiles);
-  const int chunk = chunk_of(args, tiles, total_units);
+  if (ptx::block() >= all.tiles) return clear_unowned(args, ptx::block() - all.tiles);
+  const int chunk = chunk_of(args, tiles, all.units);
   const int tile = ptx::block() - place.first_tile;
   const int granules = granules_of(place.request);
   const int first_unit = place.first_unit + tile / tiles * granules;
   const Parts parts{first_unit / chunk, (first_unit + granules - 1) / chunk, tile % tiles, tiles};
   if (parts.count() == 1) return;
-
-  float* weights = ptx::shared_memory<float>();
-  float* scratch = weights + (args.blocks + 1) * 8;
-  float* sums = scratch + kWarps * 8;
-  Stats stats;
-  stats.load(args, parts, ptx::thread() >> 3);
-  Batch batch;  // while the weights are computed
+  Batch batch;
   batch.load(args, parts, ptx::block_y(), ptx::warp());
-  const float2 total = weigh_parts(args, parts, stats, weights, scratch);
-  const float inverse = total.y == 0.0f ? 0.0f : args.value_scale / total.y;
   const int64_t first_row =
       (static_cast<int64_t>(place.request.first_token) << args.heads_shift) + tile * 8;
   const int left = (place.request.tokens << args.heads_shift) - tile * 8;
-  const int rows = left < 8 ? left : 8;
-  if (args.lse != nullptr && ptx::block_y() == 0 && ptx::thread() < rows) {
-    args.lse[first_row + ptx::thread()] = natural_lse(total.x, total.y);
+  JoinedByWarps& shared = *ptx::shared_memory<JoinedByWarps>();
+  for (int pair = ptx::block_y(); pair < kColumnPairs; pair += ptx::grid_size_y()) {
+    if (pair != ptx::block_y()) {
+      batch.load(args, parts, pair, ptx::warp());
+      ptx::sync_block();  // everybody has read the sums of the columns before
+    }
+    join_parts(args, parts, batch, pair, first_row, left < 8 ? left : 8, shared);
   }
-  add_parts(args, parts, batch, weights, sums, inverse, first_row, rows);
 }
 
 }  // namespace overstory::mla

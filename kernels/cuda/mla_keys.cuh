@@ -21,7 +21,8 @@ struct alignas(16) Piece {
   int whole;            // the piece is all of its item: no combining
   int slot;             // otherwise, where the part goes
   int next_unit, end_unit;  // of the block
-  int wide_out_cache_loc;
+  uint8_t wide_out_cache_loc;
+  uint8_t parity;  // of its number among the block's pieces
 };
 
 // Where a key is: >= 0 a slot of the cache, kNoKey, or <= kDenseTail a row of args.tail.
@@ -60,18 +61,23 @@ struct KeyCopy {
   static constexpr int kPieces = (kBytes + kStride - 1) / kStride;
   const char* from;
   char* to;
-  bool valid;
+  bool valid, none;
 
-  __device__ __forceinline__ KeyCopy(const Args& args, char* stage, int where, int thread)
+  // `plain`: the granule has keys of the prefix only.
+  __device__ __forceinline__ KeyCopy(const Args& args, char* stage, int where, bool plain, int thread)
       : from(static_cast<const char*>(args.kv) + thread % kLanes * 16),
         to(stage + thread / kLanes * kRowBytes + (kFp8 ? kFp8Place : 0) + thread % kLanes * 16),
-        valid(where != kNoKey) {
-    if (valid) from = row_of(args, where) + thread % kLanes * 16;
+        valid(plain || where != kNoKey), none(false) {
+    if (plain) {
+      from += static_cast<uint64_t>(static_cast<uint32_t>(where)) * args.kv_row_bytes;
+    } else if (valid) {
+      from = row_of(args, where) + thread % kLanes * 16;
+    }
   }
-  __device__ __forceinline__ KeyCopy() : from(nullptr), to(nullptr), valid(false) {}
+  __device__ __forceinline__ KeyCopy() : from(nullptr), to(nullptr), valid(false), none(true) {}
   // Where the last pieces are not enough for all lanes, the first ones take them.
   __device__ __forceinline__ void issue(int i, int thread) const {
-    if (to == nullptr) return;  // no granule
+    if (none) return;  // no granule
     if ((i + 1) * kStride <= kBytes || i * kStride + thread % kLanes * 16 < kBytes) {
       ptx::cp_async_16(to + i * kStride, from + i * kStride, valid);
     }

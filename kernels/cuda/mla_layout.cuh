@@ -47,7 +47,8 @@ struct Layout {
   static constexpr int kSpared = kFull ? 6 : 0;  // last steps of the last pair of tiles,
   static constexpr bool kSparedHalf = kFull;     // and half of the step before them
   static constexpr bool kOddSpared = kFull || kTiles == 3;
-  static constexpr int kMaxima = kPiece + 64;  // float [tile][row]
+  static constexpr int kArrivals = kPiece + 64;            // mbarrier of the queries
+  static constexpr int kMaxima = kArrivals + 16;  // float [tile][row]
   static constexpr int kSums = kMaxima + (kTight ? 2 * kPairs * 32 : 0);  // float2 [tile][lane]
   static constexpr int kOddStates = kSums + (kTight ? 2 * kPairs * 256 : 0);
   static constexpr int kOddQueries =  // maxima by row, sums by row and key
@@ -61,6 +62,8 @@ struct Layout {
   static constexpr int kStagedRows = kOddSpared ? kRows - 8 : kRows;
   static constexpr int kQueryStages = (kStagedRows + kGranule - 1) / kGranule;
   static constexpr int kEarly = kStages > kQueryStages ? kStages - kQueryStages : 0;
+  // Stages with keys when the first granule is multiplied; the others are filled one by one.
+  static constexpr int kFilled = kEarly > kStages - 2 ? kEarly : kStages - 2;
   static constexpr int kStaged = kEarly * kStageBytes;
   static_assert(kStaged + kStagedRows * kRowBytes <= kScaling, "queries over what is in use");
   static_assert(kStages >= 3 && kBytes <= 101376, "more than a block may have on sm_120");

@@ -58,52 +58,84 @@ struct Place {
   int index;
   int first_unit;
   int first_tile;
-  bool found;
 };
 
 enum class By { unit, tile };
 
-// The request with unit (or tile) `wanted` of a schedule of `tiles` tiles per item. All lanes call.
-// `total_units`, `total_tiles`: of the batch, if nothing was found; use wanted = -1 for them.
-template <By kBy>
-__device__ __forceinline__ Place find_place(const Args& args, int tiles, int wanted, int& total_units,
-                                  int& total_tiles) {
-  Place place{};
-  int units_before = 0, tiles_before = 0;
-  for (int base = 0; base < args.bs; base += 32) {
-    const int b = base + ptx::lane();
-    Request r{0, 0, 0, 0};
-    if (b < args.bs) r = load_request(args, b);
-    const int own_tiles = tiles_of(r, args.heads_shift);
-    const int own_units = ceil_div(own_tiles, tiles) * granules_of(r);
-    int units = own_units, row_tiles = own_tiles;  // inclusive sums over the lanes
-    for (int step = 1; step < 32 && step < args.bs; step *= 2) {
-      const int u = ptx::shfl_up(units, step), t = ptx::shfl_up(row_tiles, step);
-      if (ptx::lane() >= step) units += u, row_tiles += t;
-    }
-    const int first_unit = units_before + units - own_units;
-    const int first_tile = tiles_before + row_tiles - own_tiles;
+// Up to 32 requests from `base` on, of which each lane has one.
+struct Group {
+  Request request;
+  int base;
+  int first_unit, units;  // of the lane's request
+  int first_tile, tiles;
+  int end_unit, end_tile;  // of all requests up to the group's last
+
+  // The request with unit (or tile) `wanted`, in all lanes; all lanes call. False: not one of these.
+  template <By kBy>
+  __device__ __forceinline__ bool find(int wanted, Place& place) const {
     const int first = kBy == By::unit ? first_unit : first_tile;
-    const int count = kBy == By::unit ? own_units : own_tiles;
+    const int count = kBy == By::unit ? units : tiles;
     const uint32_t hit = ptx::ballot(wanted >= first && wanted < first + count);
-    if (hit != 0) {
-      const int source = ptx::lowest_bit(hit);
-      place.request.prefix = ptx::shfl(r.prefix, source);
-      place.request.tokens = ptx::shfl(r.tokens, source);
-      place.request.tail = ptx::shfl(r.tail, source);
-      place.request.first_token = ptx::shfl(r.first_token, source);
-      place.index = base + source;
-      place.first_unit = ptx::shfl(first_unit, source);
-      place.first_tile = ptx::shfl(first_tile, source);
-      place.found = true;
-      return place;
-    }
-    const int last = args.bs - base < 32 ? args.bs - base - 1 : 31;  // later lanes hold part sums
-    units_before += ptx::shfl(units, last);
-    tiles_before += ptx::shfl(row_tiles, last);
+    if (hit == 0) return false;
+    const int source = ptx::lowest_bit(hit);
+    place.request.prefix = ptx::shfl(request.prefix, source);
+    place.request.tokens = ptx::shfl(request.tokens, source);
+    place.request.tail = ptx::shfl(request.tail, source);
+    place.request.first_token = ptx::shfl(request.first_token, source);
+    place.index = base + source;
+    place.first_unit = ptx::shfl(first_unit, source);
+    place.first_tile = ptx::shfl(first_tile, source);
+    return true;
   }
-  total_units = units_before;
-  total_tiles = tiles_before;
+};
+
+// The requests from `base` on in a schedule of `tiles` tiles per item, whose units and tiles begin at
+// `unit` and `tile`. All lanes call.
+__device__ __forceinline__ Group load_group(const Args& args, int tiles, int base, int unit, int tile) {
+  Group group{};
+  group.base = base;
+  const int b = base + ptx::lane();
+  if (b < args.bs) group.request = load_request(args, b);
+  group.tiles = tiles_of(group.request, args.heads_shift);
+  group.units = ceil_div(group.tiles, tiles) * granules_of(group.request);
+  int units = group.units, row_tiles = group.tiles;  // inclusive sums over the lanes
+  OVERSTORY_KEEP_LOOP
+  for (int step = 1; step < 32 && step < args.bs; step *= 2) {
+    const int u = ptx::shfl_up(units, step), t = ptx::shfl_up(row_tiles, step);
+    if (ptx::lane() >= step) units += u, row_tiles += t;
+  }
+  group.first_unit = unit + units - group.units;
+  group.first_tile = tile + row_tiles - group.tiles;
+  const int last = args.bs - base < 32 ? args.bs - base - 1 : 31;  // later lanes hold part sums
+  group.end_unit = unit + ptx::shfl(units, last);
+  group.end_tile = tile + ptx::shfl(row_tiles, last);
+  return group;
+}
+
+// Of the whole batch, and its first group, in which most searches end.
+struct Batches {
+  Group first;
+  int units, tiles;
+};
+__device__ __forceinline__ Batches load_batch(const Args& args, int tiles) {
+  const Group first = load_group(args, tiles, 0, 0, 0);
+  Batches batch{first, first.end_unit, first.end_tile};
+  OVERSTORY_KEEP_LOOP
+  for (int base = 32; base < args.bs; base += 32) {
+    const Group next = load_group(args, tiles, base, batch.units, batch.tiles);
+    batch.units = next.end_unit, batch.tiles = next.end_tile;
+  }
+  return batch;
+}
+
+// The request with unit (or tile) `wanted`, which is one of the batch. All lanes call.
+template <By kBy>
+__device__ __forceinline__ Place find_place(const Args& args, int tiles, Group group, int wanted) {
+  Place place{};
+  OVERSTORY_KEEP_LOOP
+  while (!group.find<kBy>(wanted, place) && group.base + 32 < args.bs) {
+    group = load_group(args, tiles, group.base + 32, group.end_unit, group.end_tile);
+  }
   return place;
 }
 

@@ -43,9 +43,24 @@ OVERSTORY_DEVICE int computed_here(int value) {
   return value;
 }
 
+/// A number that all lanes of the warp have and none is negative, so that the compiler knows it:
+/// branches on it do not diverge.
+OVERSTORY_DEVICE int uniform(int value) {
+  return static_cast<int>(__reduce_max_sync(~0u, static_cast<unsigned>(value)));
+}
+/// The address, which the compiler keeps in a register instead of asking a special one for it again
+/// in every turn of a loop.
+OVERSTORY_DEVICE char* shared_here(char* shared) {
+  asm volatile("" : "+l"(shared));
+  __builtin_assume(__isShared(shared));
+  return shared;
+}
+
 // ---- barriers
 
 OVERSTORY_DEVICE void sync_block() { __syncthreads(); }
+/// Whether one thread of the block said so, in all of them.
+OVERSTORY_DEVICE bool sync_block_or(bool value) { return __syncthreads_or(value) != 0; }
 OVERSTORY_DEVICE void sync_warp(std::uint32_t mask = ~0u) { __syncwarp(mask); }
 /// Barrier `id` (1..15) of `threads` threads, whole warps.
 OVERSTORY_DEVICE void sync_named(int id, int threads) {
@@ -68,6 +83,11 @@ OVERSTORY_DEVICE void mbarrier_init(std::uint64_t* barrier, int arrivals) {
 OVERSTORY_DEVICE void mbarrier_fence_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // for the copy engine
+}
+/// What this thread has read and written in shared memory comes before bulk copies that are issued
+/// after a barrier.
+OVERSTORY_DEVICE void fence_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 /// One arrival of the phase, which also waits for so many bytes of bulk copies more.
 OVERSTORY_DEVICE void mbarrier_arrive_expect(std::uint64_t* barrier, int bytes) {

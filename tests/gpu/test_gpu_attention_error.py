@@ -3,7 +3,7 @@
     OVERSTORY_SGLANG=.venv/lib/python3.11/site-packages/sglang python3 -m pytest tests/gpu
 
 Both read bf16 keys, multiply bf16 weights and round to bf16, so both are about half a step of bf16
-off. What is added to that (parts in half precision, maxima that move late) is held to a tenth.
+off. What is added to that (parts in half precision, maxima that move late) may not show.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from attention_hazards import verify
 from overstory.kernels.bench.baselines.foreign_sglang import ForeignSglang
 
 FOLDER = os.environ.get("OVERSTORY_SGLANG", "")
-LATE_MAXIMA = 1.10
-"""Ours may be so much larger: weights of a row are not at most 1, so its highest is rounded too
-(docs/kernels-attention.md, "How exact it is"). Long flat contexts show less than a hundredth."""
+MOST = 1.01
+"""Ours is no larger than theirs; a hundredth is for what the draw of one input makes of it."""
 
 pytestmark = pytest.mark.skipif(
     not FOLDER, reason="OVERSTORY_SGLANG names no sglang folder, whose Triton kernel is compared"
@@ -85,6 +84,6 @@ def test_error_against_that_of_triton(
         f"largest: ours {float(ours.max()):.3e}, Triton's {float(theirs.max()):.3e}",
     )
     for name, (own, other) in errors.items():
-        assert float(own) <= LATE_MAXIMA * float(other), name
+        assert float(own) <= MOST * float(other), name
     # The largest of many is a matter of chance, but no number is far off.
     assert float(ours.max()) <= 1.5 * float(theirs.max())

@@ -14,9 +14,10 @@ from attention_hazards import verify
 
 from overstory.kernels import ops
 
-LATE_MAXIMA = 1.10
-"""Ours may be so much larger: weights of a row are not at most 1, so its highest is rounded too
-(docs/kernels-attention.md, "How exact it is")."""
+MOST = 1.08
+"""Ours may be so much larger where few parts of many granules make up a context, as they do here:
+maxima move late. With the parts that a GPU makes of one request it is no larger, which
+test_gpu_attention_error.py asks (docs/kernels-attention.md, "How exact it is")."""
 
 
 def triton_s_algorithm(case: Case) -> torch.Tensor:
@@ -51,5 +52,5 @@ def test_error_is_about_as_large(
     ours = verify(case, schedule=ops.Schedule(4, 1))[0].double() - want
     theirs = triton_s_algorithm(case).double() - want
     assert float(theirs.norm() / want.norm()) < 5e-3, "the emulation is attention"
-    assert float(ours.norm()) <= LATE_MAXIMA * float(theirs.norm())
-    assert float(ours.abs().mean()) <= LATE_MAXIMA * float(theirs.abs().mean())
+    assert float(ours.norm()) <= MOST * float(theirs.norm())
+    assert float(ours.abs().mean()) <= MOST * float(theirs.abs().mean())

@@ -111,6 +111,15 @@ def test_named_barriers_between_different_lines(library: KernelLibrary) -> None:
         assert torch.equal(out, values.view(10, 32).flip(1).flatten())
 
 
+def test_a_barrier_tells_whether_one_thread_said_so(library: KernelLibrary) -> None:
+    rounds = torch.arange(40)
+    for seed in SEEDS:
+        said = torch.zeros(40, dtype=torch.int32)
+        library.seed_simulator(seed)
+        library.launch("test_block_votes", said=said, rounds=40)
+        assert torch.equal(said, torch.where(rounds % 3 != 0, 128, 0).int())
+
+
 def test_shuffles_and_votes(library: KernelLibrary) -> None:
     values = torch.randint(0, 1 << 31, (32,), dtype=torch.int64)
     out = torch.zeros(8, 32, dtype=torch.int32)

@@ -38,6 +38,9 @@ inline void sync_block(Where where = Where::here()) {
   machine.barrier("sync_block", where, 0, machine.threads());
 }
 
+inline bool sync_block_or(bool value, Where where = Where::here()) {
+  return machine.barrier_or("sync_block_or", where, value);
+}
 inline void sync_named(int id, int threads, Where where = Where::here()) {
   if (id == 0) machine.fail_at("sync_named", where, "barrier 0 is that of sync_block");
   machine.barrier("sync_named", where, id, threads);
@@ -194,6 +197,11 @@ void cp_async_wait() {
 inline void mbarrier_init(std::uint64_t* barrier, int arrivals, Where where = Where::here()) {
   machine.init_mbarrier(where, barrier, arrivals);
 }
+inline void fence_async() {}
+inline int uniform(int value, Where where = Where::here()) {
+  return static_cast<int>(detail::reduce("uniform", static_cast<std::uint32_t>(value), ~0u, where, true));
+}
+inline char* shared_here(char* shared) { return shared; }
 inline void mbarrier_fence_init() {}
 inline void mbarrier_arrive_expect(std::uint64_t* barrier, int bytes,
                                    Where where = Where::here()) {

@@ -234,6 +234,16 @@ class Machine {
     for (int index : waiting) wake(index);
   }
 
+  /// A barrier of the block that tells whether one of its threads brought `value`.
+  bool barrier_or(const char* op, Where where, bool value) {
+    brought_ |= value;
+    barrier(op, where, 0, count_);
+    const bool any = brought_;
+    if (++readers_ == count_) brought_ = false, readers_ = 0;
+    barrier(op, where, 0, count_);  // none brings the next before all have read this
+    return any;
+  }
+
   void init_mbarrier(Where where, const void* at, int count) {
     check_shared("mbarrier_init", where, at, 8, 8);
     for (const Mbarrier& other : mbarriers_) {
@@ -374,6 +384,7 @@ class Machine {
     exited_.assign(static_cast<std::size_t>(count_ / kWarp), 0);
     for (Barrier& barrier : barriers_) barrier.arrived.clear(), barrier.waiting.clear();
     mbarriers_.clear();
+    brought_ = false, readers_ = 0;
     exited_count_ = 0;
     ready_.clear();
     for (int i = 0; i < count_; ++i) {
@@ -519,6 +530,8 @@ class Machine {
   std::vector<std::uint32_t> exited_;               // per warp, a bit per lane
   Barrier barriers_[16];
   std::vector<Mbarrier> mbarriers_;  // of the block
+  bool brought_ = false;             // to `barrier_or`, since it was read last
+  int readers_ = 0;
   Context main_;
   Stack fault_stack_;
   void* fault_address_ = nullptr;

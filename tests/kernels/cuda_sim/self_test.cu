@@ -205,6 +205,15 @@ __global__ void pass_on(const int* in, int* out, int rounds) {
   }
 }
 
+/// said[round]: how many threads hear that one of them brought `true`, as one does in rounds that are
+/// no multiple of three; one barrier a round, so that fast threads bring the next before slow ones leave.
+__global__ void block_votes(int* said, int rounds) {
+  for (int round = 0; round < rounds; ++round) {
+    const bool brings = round % 3 != 0 && ptx::thread() == round * 37 % ptx::block_threads();
+    if (ptx::sync_block_or(brings)) ptx::atomic_add(said + round, 1);
+  }
+}
+
 /// results, 32 each: shfl, shfl_up 3, shfl_down 5, ballot, any, all, warp_max, warp_min.
 __global__ void votes(const std::uint32_t* in, std::uint32_t* out) {
   const std::uint32_t value = in[ptx::lane()];
@@ -331,6 +340,10 @@ extern "C" int overstory_test_pass_on(const int* values, int* out, int rounds, v
 
 extern "C" int overstory_test_votes(const std::uint32_t* values, std::uint32_t* out, void* stream) {
   return launch(votes, 1, 32, 0, stream, values, out);
+}
+
+extern "C" int overstory_test_block_votes(int* said, int rounds, void* stream) {
+  return launch(block_votes, 1, 128, 0, stream, said, rounds);
 }
 
 extern "C" int overstory_test_matmul(const unsigned char* a, const unsigned char* b, float* d,
