@@ -76,7 +76,7 @@ class Controller:
 
     Args:
         deployment: its name.
-        lease_steps: steps of each lease.
+        lease_steps: steps of each lease, or of the shortest.
         ranks: the way to the ranks.
         clock: monotonic seconds.
         defrag_every_s: how often to look for fragmentation; 0 never does by itself.
@@ -85,6 +85,7 @@ class Controller:
             a replica that another one attached to. None: it never does.
         draining: whether a replica is to go: its rows are not worth moving.
         on_report: told the name of a replica whose rank 0 has reported.
+        lease_s: see `ControllerState`.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Controller:
         in_charge: Callable[[], Awaitable[bool]] | None = None,
         draining: Callable[[str], bool] = lambda _: False,
         on_report: Callable[[str], None] = lambda _: None,
+        lease_s: float = 0.0,
     ) -> None:
         self._ranks = ranks
         self._in_charge = in_charge or _unknown
@@ -110,7 +112,7 @@ class Controller:
         self._watch: asyncio.Task[None] | None = None
         self._clock = clock
         self._identity = uuid.uuid4().hex
-        self._state = ControllerState(deployment, lease_steps, clock)
+        self._state = ControllerState(deployment, lease_steps, clock, lease_s)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._nudges: dict[str, asyncio.Event] = {}
         self._discovery: asyncio.Task[None] | None = None
@@ -389,7 +391,7 @@ class Controller:
                 0,
                 "exchange",
                 self._state.digests_after(name, 0),
-                self._state.report_every(),
+                self._state.report_every(name),
                 REPORT_WAIT_S,
                 timeout_s=REPORT_WAIT_S + CALL_TIMEOUT_S,
             )

@@ -34,7 +34,12 @@ class _ControllerActor:
 
     # Ray awaits it: the controller's tasks need the actor's running loop.
     async def __init__(  # type: ignore[misc]
-        self, deployment: str, lease_steps: int, defrag_every_s: float, defrag_below: float
+        self,
+        deployment: str,
+        lease_steps: int,
+        defrag_every_s: float,
+        defrag_below: float,
+        lease_s: float = 0.0,
     ) -> None:
         self._deployment = deployment
         label_process(repr(self))
@@ -47,6 +52,7 @@ class _ControllerActor:
             in_charge=functools.partial(_in_charge, deployment),
             draining=self._draining,
             on_report=lambda name: self._replicas.fleet.heard(name),
+            lease_s=lease_s,
         )
         self._replicas = FleetWatch(
             Fleet(time.monotonic),
@@ -162,7 +168,11 @@ async def _in_charge(deployment: str) -> bool:
 
 
 def ensure_controller(
-    deployment: str, lease_steps: int, defrag_every_s: float = 0.0, defrag_below: float = 0.9
+    deployment: str,
+    lease_steps: int,
+    defrag_every_s: float = 0.0,
+    defrag_below: float = 0.9,
+    lease_s: float = 0.0,
 ) -> Any:
     """The deployment's controller, started if it does not run. Returns its actor handle.
 
@@ -180,7 +190,7 @@ def ensure_controller(
         max_task_retries=0,
         get_if_exists=True,
     )
-    return actor.remote(deployment, lease_steps, defrag_every_s, defrag_below)
+    return actor.remote(deployment, lease_steps, defrag_every_s, defrag_below, lease_s)
 
 
 def find_controller(deployment: str) -> Any | None:

@@ -38,6 +38,7 @@ Phase = Literal["found", "leased", "condemned", "replaced", "lost"]
 STALL_S = 60.0
 SILENCE_S = 30.0
 LOST_KEPT = 20
+LONGEST = 4  # times `lease_steps`: ranks keep what 256 steps did, to tell where they differ
 """Lost replicas that stay in the status, to say why they went."""
 
 
@@ -79,15 +80,19 @@ class ControllerState:
 
     Args:
         deployment: its name.
-        lease_steps: steps of each lease.
+        lease_steps: steps of each lease, or of the shortest.
         clock: monotonic seconds.
+        lease_s: a replica that runs `lease_steps` sooner than in so many seconds gets more steps.
     """
 
-    def __init__(self, deployment: str, lease_steps: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, deployment: str, lease_steps: int, clock: Callable[[], float], lease_s: float = 0.0
+    ) -> None:
         if lease_steps < 1:
             raise ValueError(f"control.lease_steps must be at least 1, got {lease_steps}")
         self._deployment = deployment
         self._lease_steps = lease_steps
+        self._lease_s = lease_s
         self._clock = clock
         self._policy: str | None = None
         self._replicas: dict[str, ReplicaRecord] = {}
@@ -224,7 +229,7 @@ class ControllerState:
         lease = Lease(
             replica.epoch,
             replica.seq,
-            self._lease_steps,
+            self._steps_of_lease(replica),
             policy,
             tuple(replica.commands),
             supersede=urgent,
@@ -232,6 +237,12 @@ class ControllerState:
         replica.commands, replica.wants_lease = [], False
         replica.granted_policy = policy
         return lease
+
+    def _steps_of_lease(self, replica: ReplicaRecord) -> int:
+        """A control call takes rank 0's interpreter from its loop for a moment: at a millisecond a
+        step, leases of few steps would cost several per cent."""
+        pace = replica.rates.get(0, {}).get("steps_per_s", 0.0)
+        return min(LONGEST * self._lease_steps, max(self._lease_steps, int(pace * self._lease_s)))
 
     def refused(self, name: str, lease: Lease, reason: str) -> None:
         """Rank 0 did not take `lease`: its number is free again and its commands are dropped.
@@ -249,9 +260,9 @@ class ControllerState:
         """Number of the last digest that the rank has reported: ask for those above."""
         return self._replicas[name].digests.heard(rank)
 
-    def report_every(self) -> int:
+    def report_every(self, name: str) -> int:
         """Launched batches between two reports: half a lease, so that one shows a difference."""
-        return max(1, self._lease_steps // 2)
+        return max(1, self._steps_of_lease(self._replicas[name]) // 2)
 
     def leased(self) -> list[str]:
         """Names of the replicas that this controller steers."""

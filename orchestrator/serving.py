@@ -189,7 +189,13 @@ def drop_replica(name: str) -> None:
 def start_controller(spec: DeploymentSpec) -> None:
     """The deployment's controller, which finds the replicas by their ranks' names."""
     control = spec.control
-    ensure_controller(spec.name, control.lease_steps, control.defrag_every_s, control.defrag_below)
+    ensure_controller(
+        spec.name,
+        control.lease_steps,
+        control.defrag_every_s,
+        control.defrag_below,
+        control.lease_s,
+    )
 
 
 def app_status(name: str) -> AppStatus | None:

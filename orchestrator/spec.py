@@ -198,7 +198,11 @@ class ControlSpec(_Section):
     """Step leases: how the controller steers the ranks."""
 
     lease_steps: int = Field(default=64, ge=1, le=1_000_000)
-    """Steps that one lease permits."""
+    """Steps that one lease permits; see `control.lease_s`."""
+
+    lease_s: float = Field(default=0.5, ge=0)
+    """A replica that runs those steps sooner than in so many seconds gets as many as it runs in
+    them, at most four times as many: each lease costs control calls."""
 
     lease_timeout_s: float = Field(default=5.0, gt=0)
     """Seconds that rank 0 waits for a late lease; then ranks run free under the last policy."""

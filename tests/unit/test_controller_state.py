@@ -130,9 +130,27 @@ def test_ranks_that_differ_condemn_the_replica_once(state):
     assert "differ at forward 2" in state.status()["replicas"][0]["reason"]
 
 
-def test_half_a_lease_lies_between_reports():
-    assert ControllerState("demo", 64, lambda: 0.0).report_every() == 32
-    assert ControllerState("demo", 1, lambda: 0.0).report_every() == 1
+@pytest.mark.parametrize(("steps", "between"), [(64, 32), (1, 1)])
+def test_half_a_lease_lies_between_reports(clock, steps, between):
+    state = ControllerState("demo", steps, clock)
+    assert state.report_every(attached(state)) == between
+
+
+@pytest.mark.parametrize(
+    ("steps_per_s", "steps"), [(0, 64), (100, 64), (128, 64), (400, 200), (10_000, 256)]
+)
+def test_a_fast_replica_gets_longer_leases(clock, steps_per_s, steps):
+    state = ControllerState("demo", 64, clock, lease_s=0.5)
+    name = attached(state)
+    assert state.next_lease(name).steps == 64, "its pace is not known yet"
+    state.reported(name, {0: report()})
+    clock.now += 0.25
+    state.reported(name, {0: report(forwards=steps_per_s // 4, wants_next=True)})
+    assert state.next_lease(name).steps == steps
+    assert state.report_every(name) == steps // 2
+    clock.now += 1.0
+    state.reported(name, {0: report(forwards=steps_per_s // 4 + 1, wants_next=True)})
+    assert state.next_lease(name).steps == 64, "it has slowed down"
 
 
 @pytest.mark.parametrize("event", ["lost", "replaced"])
