@@ -11,15 +11,16 @@ import os
 import signal
 import threading
 import traceback
-import types
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from overstory.workers.commands import CommandContext
 from overstory.workers.environment import prepare_process
 from overstory.workers.handoff.commands import KvHandoff
 from overstory.workers.handoff.peers import Giver, Peers
+from overstory.workers.scheduler_view import SglangScheduler
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -31,6 +32,7 @@ TRANSPORT = os.environ.get("HANDOFF_TEST_TRANSPORT", "")
 """`tcp`: also between GPUs; NCCL does not take two ranks on one."""
 START_S = 300.0
 ANSWER_S = 120.0
+EPOCH = 1
 
 _HANDOFF = KvHandoff()
 _PEERS = Peers(
@@ -43,12 +45,11 @@ _HANDOFF.peers = _PEERS
 _of: Any = lambda: None  # noqa: E731
 
 
-def _context(scheduler: Any) -> Any:
+def _context(scheduler: Any) -> CommandContext:
     global _of
     if _of() is not scheduler:  # An engine after another one in this process has other buffers.
         _of, _HANDOFF._table = weakref.ref(scheduler), None
-    view = types.SimpleNamespace(raw=scheduler)
-    return types.SimpleNamespace(rank=scheduler.ps.tp_rank, scheduler=view)
+    return CommandContext(scheduler.ps.tp_rank, SglangScheduler(scheduler), EPOCH)
 
 
 # ------------------------------------------------------------------ on every rank
