@@ -38,8 +38,10 @@ Phase = Literal["found", "leased", "condemned", "replaced", "lost"]
 STALL_S = 60.0
 SILENCE_S = 30.0
 LOST_KEPT = 20
-LONGEST = 4  # times `lease_steps`: ranks keep what 256 steps did, to tell where they differ
 """Lost replicas that stay in the status, to say why they went."""
+LONGEST = 4
+"""Times `lease_steps`, the longest lease: ranks keep what 256 steps did, to tell where they
+differ."""
 
 
 @dataclass

@@ -59,10 +59,7 @@ build() {
   } >"$out/build.txt" 2>&1 || echo "build FAILED, see build.txt" >>"$work/ends.txt"
   echo "built after $SECONDS s" >>"$work/ends.txt"
 }
-# Model modules that no role needs cost seconds to import.
-SGLANG_DISABLED_MODEL_ARCHS=$("$python" -c 'from overstory.workers.environment import *
-print(rank_environment("cpu")["SGLANG_DISABLED_MODEL_ARCHS"])')
-export SGLANG_DISABLED_MODEL_ARCHS
+leave_out_models "$python"
 
 ENGINE_SESSION_UNTIL=$(($(date +%s) + seconds - SECONDS - 14))
 export ENGINE_SESSION_UNTIL

@@ -37,10 +37,7 @@ if [ "${PAGES_DEVICE:-cuda}" = cuda ]; then
     echo "build FAILED, see build.txt" >>"$work/ends.txt"
   echo "built after $SECONDS s" >>"$work/ends.txt"
 fi
-# Model modules that no engine here needs cost seconds to import.
-SGLANG_DISABLED_MODEL_ARCHS=$("$python" -c 'from overstory.workers.environment import *
-print(rank_environment("cpu")["SGLANG_DISABLED_MODEL_ARCHS"])')
-export SGLANG_DISABLED_MODEL_ARCHS
+leave_out_models "$python"
 PAGES_SESSION_UNTIL=$(($(date +%s) + seconds - SECONDS - 12))
 export PAGES_SESSION_UNTIL
 run() { # page

@@ -57,10 +57,7 @@ run() { # part
 
 if [ "${TWO_GPU_TOY:-0}" != 1 ]; then
   build_kernels "$python" >"$out/build.txt" 2>&1 &  # whoever needs them waits for the build
-  # Models that nobody needs cost seconds to import.
-  SGLANG_DISABLED_MODEL_ARCHS=$("$python" -c 'from overstory.workers.environment import *
-print(rank_environment("cpu")["SGLANG_DISABLED_MODEL_ARCHS"])')
-  export SGLANG_DISABLED_MODEL_ARCHS
+  leave_out_models "$python"
 fi
 for part in "${parts[@]}"; do
   [ "$part" != comm ] || run "$part" # by itself

@@ -25,3 +25,10 @@ build_kernels() {
   "$1" -m overstory.kernels.build --arch "sm_$(nvidia-smi --query-gpu=compute_cap \
     --format=csv,noheader --id=0 | tr -d .)"
 }
+
+# leave_out_models PYTHON: models that no engine here needs cost seconds to import.
+leave_out_models() {
+  SGLANG_DISABLED_MODEL_ARCHS=$("$1" -c 'from overstory.workers.environment import *
+print(rank_environment("cpu")["SGLANG_DISABLED_MODEL_ARCHS"])')
+  export SGLANG_DISABLED_MODEL_ARCHS
+}

@@ -93,16 +93,14 @@ class PendingSteps:
 
     def __init__(self, stats: StepStats) -> None:
         self._stats = stats
-        self._pending: deque[StepRecord] = deque()
+        self._pending: deque[tuple[StepRecord, bool]] = deque()  # and `_ReadStep.follows`
         self._broken = True  # whether something else was launched since the last step
-        self._follows: deque[bool] = deque()  # of the pending: nothing lies between it and the last
         self._ended_ns: int | None = None
         self._read: _ReadStep | None = None
 
     def start(self) -> None:
         """A worker starts: steps that one before it in this process left behind are dropped."""
         self._pending.clear()
-        self._follows.clear()
         self._broken, self._ended_ns = True, None
         self._read = None
 
@@ -112,14 +110,13 @@ class PendingSteps:
 
     def add(self, record: StepRecord) -> None:
         """A step has been launched."""
-        self._pending.append(record)
-        self._follows.append(not self._broken)
+        self._pending.append((record, not self._broken))
         self._broken = False
 
     def read(self, accepted: list[int]) -> None:
         """The acceptance of the oldest step: ``accepted`` drafted tokens per request."""
         assert self._read is None, "the step before was not counted"
-        record, follows = self._pending.popleft(), self._follows.popleft()
+        record, follows = self._pending.popleft()
         assert len(accepted) == len(record.requests), "steps read out of order"
         lengths = [
             None if req.finished() or req.is_retracted else len(req.output_ids)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,14 @@ if TYPE_CHECKING:
     from overstory.workers.commands import CommandContext, CommandTable
 
 
+@dataclass(frozen=True)
+class _Order:
+    """Texts that are held, for the controller of `epoch`."""
+
+    epoch: int
+    texts: list[cached.Held]
+
+
 class KvHandoff:
     """The commands of one rank.
 
@@ -40,8 +49,7 @@ class KvHandoff:
         self.peers: Peers | None = None
         self.identity = ""
         self._lock = threading.Lock()
-        self._held: dict[str, list[cached.Held]] = {}
-        self._epochs: dict[str, int] = {}  # of the controller that had it held
+        self._held: dict[str, _Order] = {}
         self._table: RowTable | None = None
 
     def register(self, table: CommandTable) -> None:
@@ -59,7 +67,7 @@ class KvHandoff:
         """At a boundary: lets go of what was held for a controller before this one, which cannot
         end what it began. A thread that is sending it finds so; the taker computes the rest."""
         with self._lock:
-            orphans = [key for key, epoch in self._epochs.items() if epoch < context.epoch]
+            orphans = [key for key, order in self._held.items() if order.epoch < context.epoch]
         for key in orphans:
             self.let_go(context, {"key": key})
 
@@ -83,8 +91,7 @@ class KvHandoff:
         table = self._rows(scheduler)
         held = [cached.hold(scheduler, text["tokens"]) for text in texts]
         with self._lock:
-            self._held[arguments["key"]] = held
-            self._epochs[arguments["key"]] = context.epoch
+            self._held[arguments["key"]] = _Order(context.epoch, held)
         return {
             "lengths": [len(one.slots) for one in held],
             "running": [],
@@ -94,11 +101,11 @@ class KvHandoff:
     def let_go(self, context: CommandContext, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Ends what `hold` began under `key`. Returns how many texts were held."""
         with self._lock:
-            held = self._held.pop(arguments["key"], [])
-            self._epochs.pop(arguments["key"], None)
-        for one in held:
+            order = self._held.pop(arguments["key"], None)
+        texts = [] if order is None else order.texts
+        for one in texts:
             cached.let_go(context.scheduler.raw, one)
-        return {"texts": len(held)}
+        return {"texts": len(texts)}
 
     def give(self, order: Any, piece_bytes: int) -> tuple[Iterable[Piece], Callable[[], bool]]:
         """Rows `start` to `end` of text `text` held under `key`. From a giver's thread.
@@ -113,13 +120,13 @@ class KvHandoff:
             raise ValueError(f"nothing is held under {order['key']!r}")
         if order["identity"] != self.identity or order["rows"] != table.described():
             raise ValueError("the two replicas do not have the same weights or KV layout")
-        slots = held[order["text"]].slots
+        slots = held.texts[order["text"]].slots
         start, end = order["start"], order["end"]
         if not 0 <= start < end <= len(slots):
             raise ValueError(f"rows {start} to {end} of {len(slots)} that are held")
         return table.gather(slots[start:end], piece_bytes), lambda: self._holds(order["key"], held)
 
-    def _holds(self, key: str, held: list[cached.Held]) -> bool:
+    def _holds(self, key: str, held: _Order) -> bool:
         with self._lock:
             return self._held.get(key) is held
 

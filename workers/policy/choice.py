@@ -148,8 +148,9 @@ def probe_option(table: CostTable, beliefs: Beliefs, shape: Shape, allowed: Sequ
 
 def cheapest_draft(table: CostTable, beliefs: Beliefs, shape: Shape, allowed: Sequence[int]) -> int:
     """The option that drafts at the least cost; `PLAIN` where nothing may be drafted."""
+    costs = steps_us(table, beliefs, shape)
     drafts = [option for option in sorted(allowed) if option != PLAIN]
-    return min(drafts, key=lambda o: step_us(table, beliefs, shape, o), default=PLAIN)
+    return min(drafts, key=costs.__getitem__, default=PLAIN)
 
 
 @dataclass(frozen=True)

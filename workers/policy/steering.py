@@ -91,7 +91,7 @@ class Steering:
     def observe_overhead(self, batch: int, microseconds: int) -> None:
         """Time between two decode steps of ``batch`` requests with nothing but them in between."""
         with self._lock:
-            self._overheads[self._nearest(batch)].append(microseconds)
+            self._overheads[self._table.nearest(batch)].append(microseconds)
 
     def observe_period(
         self, option: int, batch: int, sampled: bool, expected_us: int, took_us: int
@@ -202,9 +202,6 @@ class Steering:
                 "drafter in use again: %.1f%% of its first tokens are accepted",
                 100 * self._first.mean,
             )
-
-    def _nearest(self, batch: int) -> int:
-        return place_of(self._table, batch, False)
 
     def _told_overheads(self) -> dict[str, dict[str, dict[str, int]]]:
         rows, count = self._overhead_us(), len(self._table.batches)
