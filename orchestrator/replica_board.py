@@ -20,22 +20,17 @@ DRAIN_S = 20.0
 
 class PlacedCall:
     """One call of a replica. `replica` is known once it is routed; when it has to go elsewhere,
-    `leave` is set and `on_leave` called, on the loop of the call, maybe more than once."""
+    `on_leave` is called, on the loop of the call, maybe more than once."""
 
     def __init__(self) -> None:
         self.replica: str | None = None
-        self.leave = asyncio.Event()
-        self.on_leave: Callable[[], None] = self.leave.set
+        self.on_leave: Callable[[], None] = lambda: None
         self._loop = asyncio.get_running_loop()
         self.absent_since_s: float | None = None
 
     def tell(self) -> None:
         """From any thread."""
-        self._loop.call_soon_threadsafe(self._left)
-
-    def _left(self) -> None:
-        self.leave.set()
-        self.on_leave()
+        self._loop.call_soon_threadsafe(lambda: self.on_leave())
 
     def later(self, delay_s: float, act: Callable[[], None]) -> None:
         """From any thread: `act` on the call's loop after `delay_s`."""

@@ -15,24 +15,32 @@ def play(story: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-async def _settled(call: PlacedCall) -> bool:
+def _told(call: PlacedCall) -> asyncio.Event:
+    told = asyncio.Event()
+    call.on_leave = told.set
+    return told
+
+
+async def _settled(told: asyncio.Event) -> bool:
     for _ in range(3):
         await asyncio.sleep(0)
-    return call.leave.is_set()
+    return told.is_set()
 
 
 def test_a_call_leaves_a_replica_that_goes_where_another_runs() -> None:
     async def story() -> None:
         board = ReplicaBoard()
         board.update(["a", "b"])
-        with board.following("on-a") as on_a, board.following("on-b") as on_b:
+        with board.following("on-a") as call_a, board.following("on-b") as call_b:
+            on_a, on_b = _told(call_a), _told(call_b)
             board.routed("on-a", "a")
             board.routed("on-b", "b")
             assert not await _settled(on_a)
             board.update(["b"])
             assert await _settled(on_a)
             assert not await _settled(on_b)
-            with board.following("late") as late:  # routed by a router that did not know yet
+            with board.following("late") as call:  # routed by a router that did not know yet
+                late = _told(call)
                 board.routed("late", "a")
                 assert await _settled(late)
         board.routed("on-a", "b")  # ended meanwhile
@@ -46,14 +54,15 @@ def test_a_call_stays_while_there_is_nowhere_to_go_but_not_for_ever() -> None:
         board = ReplicaBoard(drain_s=0.2)
         board.update(["a"])
         with board.following("x") as call:
+            told = _told(call)
             board.routed("x", "a")
             board.update([])
-            assert not await _settled(call)
+            assert not await _settled(told)
             board.update(["a"])  # Serve's own controller had restarted, say
             await asyncio.sleep(0.4)
-            assert not call.leave.is_set()
+            assert not told.is_set()
             board.update([])
-            await call.leave.wait()
+            await told.wait()
 
     play(story)
 
@@ -63,11 +72,12 @@ def test_a_new_replica_is_somewhere_to_go() -> None:
         board = ReplicaBoard(drain_s=60)
         board.update(["a"])
         with board.following("x") as call:
+            told = _told(call)
             board.routed("x", "a")
             board.update([])
-            assert not await _settled(call)
+            assert not await _settled(told)
             threading.Thread(target=board.update, args=(["b"],)).start()  # Serve's router loop
-            await call.leave.wait()
+            await told.wait()
 
     play(story)
 
