@@ -19,11 +19,13 @@ DRAIN_S = 20.0
 
 
 class PlacedCall:
-    """One call of a replica. `replica` is known once it is routed; when it has to go elsewhere,
-    `on_leave` is called, on the loop of the call, maybe more than once."""
+    """One call of a replica. `replica` is known once it is routed, `chosen` when the router wants
+    to send it there; when it has to go elsewhere, `on_leave` is called, on the loop of the call,
+    maybe more than once."""
 
     def __init__(self) -> None:
         self.replica: str | None = None
+        self.chosen: str | None = None
         self.on_leave: Callable[[], None] = lambda: None
         self._loop = asyncio.get_running_loop()
         self.absent_since_s: float | None = None
@@ -77,6 +79,14 @@ class ReplicaBoard:
                 call.replica = replica
         self._judge()
 
+    def chosen(self, rid: str, replica: str) -> None:
+        """The router wants to send the call `rid` to `replica`, and counts it there already: Serve
+        chooses for all that wait before it tells of the first that it is routed."""
+        with self._lock:
+            call = self._calls.get(rid)
+            if call is not None:
+                call.chosen = replica
+
     def shun(self, replica: str | None, for_s: float) -> None:
         """Send nothing to it for so long, unless it is gone before. None: the call was on none."""
         if replica is not None:
@@ -84,10 +94,10 @@ class ReplicaBoard:
                 self._shunned[replica] = self._clock() + for_s
 
     def loads(self) -> dict[str, int]:
-        """Calls in flight by replica, as far as they are routed."""
+        """Calls in flight by replica: routed there, or about to be."""
         with self._lock:
-            placed = [call.replica for call in self._calls.values() if call.replica is not None]
-        return Counter(placed)
+            placed = [call.replica or call.chosen for call in self._calls.values()]
+        return Counter(name for name in placed if name is not None)
 
     def usable(self, replica: str) -> bool:
         """Whether to send calls to it."""

@@ -45,6 +45,7 @@ class BoardRouter(PowerOfTwoChoicesRequestRouter):
                 call.input_ids, call.session, board.loads(), by_name
             )
             if wanted is not None:
+                board.chosen(call.rid, wanted)
                 return [[by_name[wanted]]]
         return [random.sample(usable, min(2, len(usable)))]
 

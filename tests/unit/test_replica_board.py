@@ -3,7 +3,9 @@
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 
+from overstory.orchestrator.affinity import Affinity, LoadBound
 from overstory.orchestrator.replica_board import PlacedCall, ReplicaBoard
 
 
@@ -95,3 +97,41 @@ def test_a_shunned_replica_gets_nothing_for_a_while() -> None:
     board.update(["b"])
     board.update(["a", "b"])  # gone and back
     assert board.usable("a")
+
+
+def test_a_call_counts_where_the_router_wants_it_before_it_is_routed() -> None:
+    async def story() -> None:
+        board = ReplicaBoard()
+        board.update(["a", "b"])
+        with board.following("one"), board.following("two"), board.following("three"):
+            board.chosen("one", "a")
+            board.chosen("two", "a")
+            assert board.loads() == {"a": 2}
+            board.chosen("two", "b")  # its queue was full, the router looked again
+            board.routed("one", "a")
+            board.routed("two", "a")  # and Serve sent it there after all
+            assert board.loads() == {"a": 2}
+            board.chosen("gone", "b")
+        assert board.loads() == {}
+
+    play(story)
+
+
+def test_calls_that_are_chosen_for_at_one_go_keep_to_the_bound() -> None:
+    """Serve chooses for all that wait before it tells of the first that it is routed."""
+
+    async def story() -> None:
+        board, affinity = ReplicaBoard(), Affinity("session_sticky")
+        board.update(["a", "b"])
+        with ExitStack() as calls:
+            for n in range(32):
+                calls.enter_context(board.following(f"{n}"))
+            for n in range(32):
+                wanted = affinity.prefers([1, 2, 3], "one", board.loads(), ["a", "b"])
+                assert wanted is not None
+                board.chosen(f"{n}", wanted)
+            loads = board.loads()
+        assert max(loads.values()) <= LoadBound().most(loads, loads)
+        assert min(loads.values()) > 0
+
+    play(story)
