@@ -101,7 +101,9 @@ def build_http_app(
     add_token_routes(app, service, Json)
     add_admin_routes(app, service, keys, Json)
     _describe(app, service.served_name)
-    app.add_middleware(BodyGuard, max_bytes=max_body_bytes)
+    app.add_middleware(
+        BodyGuard, max_bytes=max_body_bytes, timeout_s=service.limits.request_timeout_s
+    )
     app.add_middleware(KeyGuard, ring=keys)
     if cors_origins:
         app.add_middleware(allow_origins, origins=cors_origins)
@@ -128,6 +130,8 @@ def _add_error_handlers(app: FastAPI) -> None:
         return _error(openai_errors.from_validation(error.errors()))
 
     async def http_error(request: Request, error: Any) -> Response:
+        if error.status_code == 400 and error.__cause__ is not None:  # FastAPI read the body.
+            return _error(openai_errors.invalid_json(str(error.__cause__)))
         detail = f"{request.method} {request.url.path}: {error.detail}"
         return _error(ApiError(error.status_code, detail, headers=error.headers))
 

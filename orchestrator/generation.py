@@ -79,12 +79,14 @@ class Generation:
         on_commit: Callable[[], None] | None = None,
         on_loss: Callable[[str], None] | None = None,
         on_move: Callable[[str], None] | None = None,
+        on_end: Callable[[], None] | None = None,
         logprobs: LogprobsAsked | None = None,
         resume: ResumeLimits | None = None,
     ) -> None:
         """`deadline_s` is on the event loop's clock; `hold_s` as in `GenerateCall`; `on_commit` is
         called whenever a replica has committed tokens; `on_loss` and `on_move` are as for
-        `Carrier`; `resume` says how far a choice is carried on."""
+        `Carrier`; `on_end` is called once nothing of the request runs any more, whether or not
+        its pieces have been taken; `resume` says how far a choice is carried on."""
         self._request_id = request_id
         self._plans = plans
         self._stops = stops
@@ -96,10 +98,12 @@ class Generation:
         self._on_commit = on_commit
         self._on_loss = on_loss or _ignore
         self._on_move = on_move or _ignore
+        self._on_end = on_end
         self._resume = resume or ResumeLimits()
         self._logprobs = logprobs
         self._entries: list[JournalEntry] = []
         self._tasks: list[asyncio.Task[None]] = []
+        self._left = len(plans)
         self._pieces: asyncio.Queue[Piece | BaseException] = asyncio.Queue()
 
     @property
@@ -119,7 +123,10 @@ class Generation:
         """
         self._start()
         unfinished = len(self._plans)
+        loop = asyncio.get_running_loop()
         while unfinished:
+            if loop.time() >= self._deadline_s:  # Pieces that are there are taken without a wait.
+                raise TimeoutError
             async with asyncio.timeout_at(self._deadline_s):
                 piece = await self._pieces.get()
             if isinstance(piece, BaseException):
@@ -168,6 +175,10 @@ class Generation:
         except Exception as error:
             self._journal.close(entry, "failed")
             self._pieces.put_nowait(error)
+        finally:
+            self._left -= 1
+            if not self._left and self._on_end is not None:
+                self._on_end()
 
     async def _follow(
         self, index: int, entry: JournalEntry, chunks: AsyncIterator[TokenChunk]

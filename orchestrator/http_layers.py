@@ -3,6 +3,8 @@ cancellation."""
 
 import asyncio
 import json
+import logging
+import math
 import re
 import uuid
 
@@ -13,14 +15,21 @@ from overstory.orchestrator import openai_errors, openai_responses
 from overstory.orchestrator.openai_errors import ApiError
 from overstory.workers.log_context import name_request
 
+logger = logging.getLogger(__name__)
+
 REQUEST_ID = "x-request-id"
+BODY_PAUSE_S = 30.0
+"""Longest that a client may send nothing of a body that it has announced."""
+
+_ENDS = "The endpoint is shutting down"
 _LOGGED_CHARS = 64  # of a client's own id
 _FIT_FOR_A_HEADER = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 class RequestIds:
     """Gives each answer an `x-request-id`: the client's own, or a new one where the client has none
-    that fits into a header.
+    that fits into a header. Being the outermost of our layers, it also answers where they failed
+    (500), or were cancelled because the server ends (503).
 
     `proxied`: behind Serve's proxy, which gives each request one and puts it on the answer itself.
     """
@@ -37,61 +46,88 @@ class RequestIds:
         own = Headers(scope=scope).get(REQUEST_ID, "")
         used = own if _FIT_FOR_A_HEADER.fullmatch(own) else uuid.uuid4().hex
         name_request(f"request {used[:_LOGGED_CHARS]}")
-        if self._proxied and own:
-            await self._app(scope, receive, send)
-            return
+        tags = not (self._proxied and own)
+        started = False
 
         async def tagged(message: Message) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID] = used
+                started = True
+                if tags:
+                    MutableHeaders(scope=message)[REQUEST_ID] = used
             await send(message)
 
-        await self._app(scope, receive, tagged)
+        try:
+            await self._app(scope, receive, tagged)
+        except asyncio.CancelledError:
+            if not started:
+                await send_error(tagged, openai_errors.unavailable(_ENDS, "shutting_down"))
+            raise
+        except Exception as error:
+            if started:  # The server ends the answer short of its end, which tells the client.
+                raise
+            logger.exception("a request failed")
+            await send_error(tagged, openai_errors.internal(f"{type(error).__name__}: {error}"))
 
 
 class BodyGuard:
     """Reads bodies whole before the routes see them, and cancels a route whose client leaves.
 
-    Answers 413 to one of more than `max_bytes`, by its declared length or while it comes in, and
-    400 to JSON with half a surrogate pair in it: Python reads it, but no UTF-8 can carry it, and
-    pydantic raises on it.
+    Answers 413 to one of more than `max_bytes`, by its declared length or while it comes in, 408 to
+    one that does not come (in `timeout_s`, or with a pause of `BODY_PAUSE_S`), 415 to a compressed
+    one, and 400 to JSON with half a surrogate pair in it: Python reads it, but no UTF-8 can carry
+    it, and pydantic raises on it.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float = math.inf) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
             await self._app(scope, receive, send)
             return
-        body = await self._read(scope, receive)
-        if body is None:
-            await send_error(send, openai_errors.body_too_large(self._max_bytes))
+        try:
+            body = await self._read(Headers(scope=scope), receive)
+        except ApiError as error:
+            await send_error(send, error)
             return
-        if _has_half_a_pair(body):
-            await send_error(send, openai_errors.invalid("The body holds half a surrogate pair"))
-            return
-        await _while_connected(self._app, scope, body, receive, send)
+        if body is not None:
+            await _while_connected(self._app, scope, body, receive, send)
 
-    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The whole body, or None when it is too large or the client has left."""
-        declared = Headers(scope=scope).get("content-length", "")
+    async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
+        """The whole body; None when the client has left. Raises `ApiError`."""
+        encoding = headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise openai_errors.encoded_body(encoding[:64])
+        declared = headers.get("content-length", "")
         if declared.isdigit() and int(declared) > self._max_bytes:
-            return None
+            raise openai_errors.body_too_large(self._max_bytes)
         parts: list[bytes] = []
         size = 0
-        while True:
-            message = await receive()
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._timeout_s
+        more = True
+        while more:
+            try:
+                async with asyncio.timeout_at(min(deadline_s, loop.time() + BODY_PAUSE_S)):
+                    message = await receive()
+            except TimeoutError as error:
+                detail = f"its body did not come, {size} bytes of it are here"
+                raise openai_errors.too_slow(detail) from error
             if message["type"] != "http.request":
                 return None
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             if size > self._max_bytes:
-                return None
-            if not message.get("more_body", False):
-                return b"".join(parts)
+                raise openai_errors.body_too_large(self._max_bytes)
+            more = message.get("more_body", False)
+        body = b"".join(parts)
+        if _has_half_a_pair(body):
+            raise openai_errors.invalid("The body holds half a surrogate pair")
+        return body
 
 
 def _has_half_a_pair(body: bytes) -> bool:

@@ -7,6 +7,8 @@ an answer (measured in docs/benchmarks/gateway.md).
 import asyncio
 import contextlib
 import errno
+import functools
+import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
+from overstory.orchestrator.http_protocol import ConnectionLimits, GuardedProtocol
 from overstory.orchestrator.spec import GatewaySpec
 
 _BACKLOG = 2048
@@ -42,8 +45,11 @@ class HttpServer:
         CannotListen: another process has the port, or the address is not this machine's.
     """
 
-    def __init__(self, spec: GatewaySpec) -> None:
+    def __init__(self, spec: GatewaySpec, limits: ConnectionLimits | None = None) -> None:
         self._spec = spec
+        self._limits = limits or ConnectionLimits(
+            idle_s=_KEEP_ALIVE_S, connections=_most_connections()
+        )
         self._socket = _listening(spec.host, spec.port)
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -52,6 +58,7 @@ class HttpServer:
         """Serves `app`, whose lifespan is somebody else's concern, on the running loop."""
         config = uvicorn.Config(
             app,
+            http=functools.partial(GuardedProtocol, limits=self._limits),  # type: ignore[arg-type]
             lifespan="off",
             ws="none",
             log_config=None,
@@ -80,6 +87,12 @@ class HttpServer:
         self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
         self._server.should_exit = True
         await asyncio.wait((self._serving,), timeout=grace_s + 2)
+
+
+def _most_connections() -> int:
+    """Half of the files that the process may have open: Ray and the replicas' lines need some."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 10_000 if soft == resource.RLIM_INFINITY else max(16, soft // 2)
 
 
 def _listening(host: str, port: int) -> socket.socket:

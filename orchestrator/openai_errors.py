@@ -53,6 +53,11 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
+def invalid_json(detail: str) -> ApiError:
+    """The body cannot be read (400)."""
+    return invalid(f"The body is not valid JSON: {detail}", code="invalid_json")
+
+
 def model_not_found(asked: str, served: str) -> ApiError:
     """No such model here (404)."""
     return ApiError(
@@ -90,6 +95,33 @@ def body_too_large(limit: int) -> ApiError:
         413,
         f"The request body is larger than {limit} bytes (gateway.max_body_bytes)",
         code="request_too_large",
+    )
+
+
+def bad_http(detail: str) -> ApiError:
+    """What came is no HTTP request (400)."""
+    return invalid(f"This is no HTTP/1.1 request: {detail}", code="invalid_http")
+
+
+def head_too_large(limit: int) -> ApiError:
+    """Request line and headers have more than `limit` bytes (431)."""
+    return ApiError(
+        431, f"Request line and headers are larger than {limit} bytes", code="head_too_large"
+    )
+
+
+def too_slow(detail: str) -> ApiError:
+    """The request does not come (408)."""
+    message = f"The request was given up: {detail}"
+    return ApiError(408, message, code="request_too_slow", headers=_NO_RETRY)
+
+
+def encoded_body(encoding: str) -> ApiError:
+    """The body is compressed (415)."""
+    return ApiError(
+        415,
+        f"Content-Encoding {encoding} is not supported: send the body as it is",
+        code="unsupported_content_encoding",
     )
 
 
@@ -149,9 +181,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     error = _deepest(errors)
     kind, context = error["type"], error.get("ctx") or {}
     if kind == "json_invalid":
-        return invalid(
-            f"The body is not valid JSON: {context.get('error', error['msg'])}", code="invalid_json"
-        )
+        return invalid_json(context.get("error", error["msg"]))
     param = context.get("param") or _dotted(error["loc"])
     if param is not None and param.startswith("."):
         param = (_dotted(error["loc"]) or "") + param

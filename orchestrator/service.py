@@ -199,6 +199,7 @@ class EndpointService:
             on_commit=self.readiness.generated,
             on_loss=self._lost,
             on_move=self._on_move,
+            on_end=slot.release,  # A client that reads slowly keeps no place.
             resume=self._resume,
             logprobs=None
             if job.logprobs is None

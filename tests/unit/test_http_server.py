@@ -1,21 +1,24 @@
-"""The endpoint's own HTTP server: its port, its end, and clients that leave."""
+"""The endpoint's own HTTP server: its port, its end, clients that leave, and those that hold on."""
 
 import asyncio
 import json
+import socket
 from collections.abc import Awaitable, Callable
 
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from overstory.orchestrator import http_server
+from overstory.orchestrator import http_layers, http_server
 from overstory.orchestrator.http_layers import BodyGuard, RequestIds
+from overstory.orchestrator.http_protocol import ConnectionLimits
 from overstory.orchestrator.http_server import CannotListen, HttpServer
 from overstory.orchestrator.local_ray import free_port
 from overstory.orchestrator.spec import GatewaySpec
 
 
 class Routes:
-    """Answers a POST: `quick` at once, `slow` once told to, `endless` never; GETs at once."""
+    """Answers a POST: `quick` at once, `slow` once told to, `endless` never, `huge` with more than
+    buffers hold, `broken` by an error; GETs at once."""
 
     def __init__(self) -> None:
         self.go = asyncio.Event()
@@ -31,6 +34,13 @@ class Routes:
                 await send({"type": "http.response.start", "status": 200, "headers": []})
                 await send({"type": "http.response.body", "body": b"x", "more_body": True})
                 await asyncio.Event().wait()
+            if what == b"huge":
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+                for _ in range(400):
+                    part = {"type": "http.response.body", "body": b"x" * 50_000, "more_body": True}
+                    await send(part)
+            if what == b"broken":
+                raise ZeroDivisionError("oh")
             if what == b"slow":
                 await self.go.wait()
             headers = [(b"content-length", b"4")]
@@ -43,18 +53,29 @@ class Routes:
             raise
 
 
-def play(story: Callable[[Routes, HttpServer, int], Awaitable[None]]) -> None:
+def play(story: Callable[[Routes, HttpServer, int], Awaitable[None]], **limits: float) -> None:
     async def bounded() -> None:
         port, routes = free_port(), Routes()
-        server = HttpServer(GatewaySpec(port=port))
+        server = HttpServer(GatewaySpec(port=port), ConnectionLimits(**limits))  # type: ignore[arg-type]
         server.start(RequestIds(BodyGuard(routes, max_bytes=2000)))
         try:
             async with asyncio.timeout(20):
                 await story(routes, server, port)
         finally:
-            await server.stop(1)
+            await end(server)
 
     asyncio.run(bounded())
+
+
+async def end(server: HttpServer) -> None:
+    """At once: a graceful end takes 0.2 s of uvicorn's polling."""
+    assert server._server is not None
+    assert server._serving is not None
+    for connection in tuple(server._server.server_state.connections):
+        connection.transport.abort()
+    server._serving.cancel()
+    await asyncio.wait((server._serving,))
+    server._socket.close()
 
 
 async def post(
@@ -159,5 +180,222 @@ def test_a_body_with_half_a_pair_is_refused_before_the_route() -> None:
         head, _body = await reply(reader)
         assert " 400 " in head
         assert not routes.began.is_set()
+
+    play(story)
+
+
+# ---------------------------------------------------------------- clients that hold on
+
+
+async def said(port: int, *pieces: bytes) -> bytes:
+    """What the server says to these bytes, sent one after another, until it closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for piece in pieces:
+        writer.write(piece)
+        await writer.drain()
+        await asyncio.sleep(0)
+    try:
+        return await reader.read()
+    finally:
+        writer.close()
+
+
+def refusal(answer: bytes) -> tuple[int, str]:
+    """Status and code of an error that has a request id and says that the connection ends."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    lines = head.decode().split("\r\n")
+    names = {line.split(": ")[0] for line in lines[1:]}
+    assert {"x-request-id", "content-type", "date"} <= names
+    assert "connection: close" in lines
+    return int(lines[0].split()[1]), json.loads(body)["error"]["code"]
+
+
+HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n"
+FINE = HEAD + b"Connection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [HEAD + b"X-A: " + b"a" * 3000 + b"\r\n\r\n"],
+        [HEAD, *[b"X-%d: aaaaaaaaaa\r\n" % n for n in range(300)]],
+        [HEAD + b"X-A: ", *[b"a" * 100] * 30],
+        [b"GET /" + b"a" * 3000 + b" HTTP/1.1\r\nHost: x\r\n\r\n"],
+        [HEAD + b"\r\n" + HEAD, b"X-A: ", *[b"a" * 100] * 30],
+    ],
+)
+def test_a_head_without_an_end_is_refused(pieces: list[bytes]) -> None:
+    async def story(_: Routes, __: HttpServer, port: int) -> None:
+        answer = await said(port, *pieces)
+        assert refusal(b"HTTP/1.1 " + answer.split(b"HTTP/1.1 ")[-1]) == (431, "head_too_large")
+
+    play(story, head_bytes=2000)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01",
+        b"CONNECT a:1 HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\na",
+        b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nno length\r\n",
+        b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_is_refused_as_other_errors_are(data: bytes) -> None:
+    async def story(routes: Routes, _: HttpServer, port: int) -> None:
+        assert refusal(await said(port, data)) == (400, "invalid_http")
+        assert not routes.began.is_set()
+
+    play(story)
+
+
+def test_bytes_after_a_request_do_not_get_into_its_answer() -> None:
+    async def story(routes: Routes, _: HttpServer, port: int) -> None:
+        reader, writer = await post(port, "endless")
+        assert await reader.readuntil(b"x\r\n")
+        writer.write(b"\x16\x03\x01\x02\x00\x01\r\n")
+        assert await reader.read() == b""
+        await until(lambda: routes.cancelled == 1)
+
+    play(story)
+
+
+def test_a_head_that_does_not_come_is_given_up() -> None:
+    async def story(_: Routes, __: HttpServer, port: int) -> None:
+        for begun in (b"G", HEAD):
+            assert refusal(await said(port, begun)) == (408, "request_too_slow")
+        assert await said(port) == b"", "nothing was asked"
+
+    play(story, head_s=0.05, idle_s=0.05)
+
+
+def test_empty_lines_between_requests_keep_no_connection() -> None:
+    async def story(_: Routes, __: HttpServer, port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD + b"\r\n")
+        assert (await reply(reader))[1] == "done"
+        writer.write(b"\r\n")
+        assert await reader.read() == b""
+
+    play(story, head_s=0.05)
+
+
+def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_layers, "BODY_PAUSE_S", 0.05)
+
+    async def story(routes: Routes, _: HttpServer, port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nab")
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        assert head.startswith("HTTP/1.1 408 ")
+        assert "x-should-retry: false" in head
+        assert not routes.began.is_set()
+
+    play(story)
+
+
+@pytest.mark.parametrize("offer", ["h2c", "websocket"])
+def test_an_offer_to_upgrade_is_declined_and_the_request_served(offer: str) -> None:
+    """As Java's client sends it, with a body; two of them, in any pieces."""
+    one = (
+        "POST / HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nContent-Length: 5\r\nHost: x\r\n"
+        f"HTTP2-Settings: AAEAAEAA\r\nUpgrade: {offer}\r\n\r\nquick"
+    )
+    data = (one + one.replace("Upgrade, ", "close, Upgrade, ")).encode()
+
+    async def story(routes: Routes, _: HttpServer, port: int) -> None:
+        for size in (len(data), 7):
+            answer = await said(port, *(data[at : at + size] for at in range(0, len(data), size)))
+            assert answer.count(b"200 OK") == answer.count(b"done") == 2
+        await until(lambda: routes.ended == 4)
+
+    play(story)
+
+
+def test_a_client_that_takes_nothing_of_its_answer_is_gone() -> None:
+    async def story(routes: Routes, _: HttpServer, port: int) -> None:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", port))
+            client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nhuge")
+            await until(lambda: routes.cancelled == 1)
+
+    play(story, stalled_s=0.1)
+
+
+def test_a_client_that_reads_slowly_gets_its_answer() -> None:
+    async def story(routes: Routes, _: HttpServer, port: int) -> None:
+        reader, writer = await post(port, "huge", "Connection: close\r\n")
+        size = 0
+        while data := await reader.read(200_000):
+            size += len(data)
+            await asyncio.sleep(0.001)  # of a pause this long the limit is many times
+        assert size > 400 * 50_000
+        assert routes.cancelled == 0
+        writer.close()
+
+    play(story, stalled_s=0.25)
+
+
+def test_connections_above_the_limit_are_told_to_come_back() -> None:
+    async def story(_: Routes, __: HttpServer, port: int) -> None:
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        answer = await said(port)
+        assert refusal(answer) == (503, "too_many_connections")
+        assert b"retry-after: " in answer
+        held[0][1].close()
+        await held[0][1].wait_closed()
+        while b"200 OK" not in await said(port, FINE):
+            await asyncio.sleep(0.002)
+        held[1][1].close()
+
+    play(story, connections=2)
+
+
+def test_a_client_that_closes_its_half_has_left() -> None:
+    async def story(routes: Routes, _: HttpServer, port: int) -> None:
+        _reader, writer = await post(port, "slow")
+        await routes.began.wait()
+        writer.write_eof()
+        await until(lambda: routes.cancelled == 1)
+
+    play(story)
+
+
+def test_a_compressed_body_is_refused_by_its_encoding() -> None:
+    async def story(routes: Routes, _: HttpServer, port: int) -> None:
+        for encoding, status in (("gzip", 415), ("identity", 200)):
+            reader, writer = await post(port, "quick", f"Content-Encoding: {encoding}\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.split()[1] == str(status).encode()
+            writer.close()
+        await until(lambda: routes.ended == 1)
+
+    play(story)
+
+
+def test_an_error_of_ours_is_an_error_in_openai_s_shape() -> None:
+    async def story(_: Routes, __: HttpServer, port: int) -> None:
+        reader, _writer = await post(port, "broken", "x-request-id: mine\r\n")
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        assert head.startswith("HTTP/1.1 500 ")
+        assert "x-request-id: mine" in head
+        size = int(next(x.split(": ")[1] for x in head.split("\r\n") if "content-length" in x))
+        error = json.loads(await reader.readexactly(size))["error"]
+        assert (error["code"], error["message"]) == ("internal_error", "ZeroDivisionError: oh")
+
+    play(story)
+
+
+def test_who_waits_longer_than_the_server_ends_is_told_to_come_back() -> None:
+    async def story(routes: Routes, server: HttpServer, port: int) -> None:
+        reader, _writer = await post(port, "slow")
+        await routes.began.wait()
+        await server.stop(0.1)
+        answer = await reader.read()
+        assert refusal(answer) == (503, "shutting_down")
+        assert b"retry-after: " in answer
 
     play(story)

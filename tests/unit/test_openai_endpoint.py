@@ -19,6 +19,8 @@ from overstory.orchestrator.backend import (
 )
 from overstory.orchestrator.endpoint import build_http_app
 from overstory.orchestrator.journal import GenerateCall
+from overstory.orchestrator.openai_errors import ApiError
+from overstory.orchestrator.openai_protocol import CompletionRequest
 from overstory.orchestrator.readiness import Readiness
 from overstory.orchestrator.service import EndpointService, ServiceLimits
 from overstory.orchestrator.token_text import TokenText
@@ -444,8 +446,9 @@ def test_errors_have_openai_s_shape_and_a_request_id() -> None:
         (b"[1]", "application/json", "invalid_body"),
         (b'"x"', "application/json", "invalid_body"),
         (b'{"model": "tiny"}', "text/plain", "invalid_body"),
-        (b"\xff\xfe", "application/json", None),
-        (b"[" * 5000, "application/json", None),
+        (b"\xff\xfe", "application/json", "invalid_json"),
+        (b"[" * 5000, "application/json", "invalid_json"),
+        (b'{"seed": 1' + b"0" * 5000 + b"}", "application/json", "invalid_json"),
     ],
 )
 def test_bodies_that_are_no_request(content: bytes, kind: str, code: str | None) -> None:
@@ -687,6 +690,25 @@ def test_waiting_for_a_slot_counts_towards_the_time_limit() -> None:
         slot.release()
 
     play(story, timeout_s=0.05, concurrent=1)
+
+
+def test_a_client_that_reads_slowly_keeps_neither_a_place_nor_the_time_limit() -> None:
+    async def story(world: World) -> None:
+        service = world.service
+        body = CompletionRequest(model="tiny", prompt="p", n=2)
+        running = await service.open(await service.plan_completion(body), "slow", stream=True)
+        pieces = running.pieces()
+        await anext(pieces)
+        while len(world.backend.closed) < 2 or len(service.journal):
+            await asyncio.sleep(0)
+        assert service.admission.running == 0, "the engine has nothing of it any more"
+        await asyncio.sleep(0.06)
+        with pytest.raises(ApiError) as late:
+            await anext(pieces)
+        assert late.value.status == 504
+        await running.aclose()
+
+    play(story, timeout_s=0.05)
 
 
 @pytest.mark.parametrize(
