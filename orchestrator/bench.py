@@ -10,20 +10,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 
-from overstory.orchestrator.bench_files import write_csv, write_plot
+from overstory.orchestrator.bench_files import csv_text, plot_text
 from overstory.orchestrator.bench_load import Load, load_prompts
 from overstory.orchestrator.bench_profiles import PROFILES, label, requests
 from overstory.orchestrator.bench_rows import (
     BenchSettings,
     Sample,
     counted,
+    default_modes,
     render_rows,
     summarise,
 )
@@ -34,6 +35,7 @@ from overstory.orchestrator.control import (
     switch_policy,
 )
 from overstory.orchestrator.host_facts import host_facts
+from overstory.orchestrator.output_file import check_writable, write_output
 from overstory.orchestrator.state import DeploymentRecord
 
 Say = Callable[[str], None]
@@ -163,14 +165,26 @@ def run_bench(
     csv_file: Path | None = None,
     plot_file: Path | None = None,
 ) -> None:
-    """Measures, prints the table and writes the files that are asked for."""
-    with connected(name) as record, _progress(settings) as say:
-        samples = measure(record, settings, say)
+    """Measures, prints the table and writes the files that are asked for.
+
+    Raises:
+        UserFault: it could not be carried out, or a file cannot be written (said before anything
+            is measured, where it can be known).
+    """
+    files = {"--json": json_file, "--csv": csv_file, "--plot": plot_file}
+    for option, path in files.items():
+        check_writable(option, path)
+    with connected(name) as record:
+        if not settings.modes:
+            tree = record.spec["tree"]
+            modes = default_modes(tree["budget"], tree["policy"] == "auto")
+            settings = replace(settings, modes=modes)
+        with _progress(settings) as say:
+            samples = measure(record, settings, say)
     result = report(record, settings, samples)
-    if json_file is not None:
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
-    if csv_file is not None:
-        write_csv(result["rows"], csv_file)
-    if plot_file is not None:
-        write_plot(result["rows"], plot_file)
-    print(render_rows(result["rows"]))
+    rows = result["rows"]
+    print(render_rows(rows))  # First: a disk that is full costs the files alone.
+    texts = (json.dumps(result, indent=1) + "\n", csv_text(rows), plot_text(rows))
+    for (option, path), text in zip(files.items(), texts, strict=True):
+        if path is not None:
+            write_output(option, path, text)

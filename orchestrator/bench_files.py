@@ -1,9 +1,9 @@
-"""A benchmark's rows as a CSV file and as a picture (plain SVG). Pure but for the writing."""
+"""A benchmark's rows as CSV and as a picture (plain SVG). Pure."""
 
 import csv
+import io
 from collections.abc import Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
 _COLOURS = ("#1b6ca8", "#c8553d", "#588157", "#8e5ea2", "#b8860b", "#444444", "#2a9d8f")
@@ -11,14 +11,15 @@ _BAR, _GAP, _HEIGHT, _LEFT, _TOP, _BOTTOM = 26, 18, 220, 64, 40, 44
 _PANELS = (("tokens_per_s", "tokens/s"), ("ttft_ms", "time to first token, ms (median)"))
 
 
-def write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """One line for each row; lists as numbers separated by spaces."""
     names = list(dict.fromkeys(name for row in rows for name in row))
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(names)
-        for row in rows:
-            writer.writerow([_cell(row.get(name)) for name in names])
+    made = io.StringIO()
+    writer = csv.writer(made, lineterminator="\n")
+    writer.writerow(names)
+    for row in rows:
+        writer.writerow([_cell(row.get(name)) for name in names])
+    return made.getvalue()
 
 
 def _cell(value: Any) -> Any:
@@ -29,7 +30,7 @@ def _cell(value: Any) -> Any:
     return value
 
 
-def write_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+def plot_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """Bars of every mode side by side for each cell: tokens per second, and first tokens."""
     modes = list(dict.fromkeys(str(row["mode"]) for row in rows))
     cells = list(dict.fromkeys(_name(row) for row in rows))
@@ -39,7 +40,7 @@ def write_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         f'<g transform="translate(0 {number * panel})">{_panel(rows, modes, cells, key, title)}</g>'
         for number, (key, title) in enumerate(_PANELS)
     ]
-    path.write_text(
+    return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{len(_PANELS) * panel}"'
         f' font-family="sans-serif" font-size="11"><rect width="100%" height="100%" fill="white"/>'
         f"{''.join(parts)}</svg>\n"

@@ -38,7 +38,14 @@ PROFILES = {
     profile.name: profile
     for profile in (
         Profile("sweep", "held-out prompts, so many at a time (--concurrency)"),
-        Profile("rates", "requests come at a rate, at random", "1/s", (0.5, 1, 2), 0.01, open=True),
+        Profile(
+            "rates",
+            "requests come at a rate, at random",
+            "requests/s",
+            (0.5, 1, 2),
+            0.01,
+            open=True,
+        ),
         Profile("long", "prompts of a length, none in the cache", "tokens", (256, 1024, 2048), 1),
         Profile(
             "shared",

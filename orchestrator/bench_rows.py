@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil, inf
 from statistics import median
 from typing import Any
 
@@ -11,6 +12,10 @@ from overstory.workers.tree_policy import AutoPolicy, parse_policy
 
 class BenchError(UserFault):
     """A benchmark that cannot be run as asked."""
+
+
+_TREES = (15, 31)
+"""Sizes of trees that are measured where the budget has room for them."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +51,10 @@ def _numbers(name: str, text: str, kind: type, least: float) -> tuple[Any, ...]:
         values = tuple(kind(part) for part in text.split(","))
     except ValueError:
         values = ()
-    if not values or min(values) < least:
+    if not values or not all(least <= value < inf for value in values):
         raise BenchError(
-            f"--{name}: got {text!r}, wanted {kind.__name__} numbers of at least {least:g}, "
-            "separated by commas"
+            f"--{name}: got {text!r}, wanted {'whole ' if kind is int else ''}numbers of at least "
+            f"{least:g}, separated by commas"
         )
     return values
 
@@ -62,21 +67,18 @@ def parse_settings(
     temperature: str,
     rounds: int,
 ) -> BenchSettings:
-    """Settings from the command line's texts.
+    """Settings from the command line's texts. Empty `modes` are left to the deployment
+    (`default_modes`).
 
     Raises:
         BenchError: an option is not what it should be.
     """
     try:
-        policies = tuple(str(parse_policy(part)) for part in modes.split(","))
+        policies = tuple(str(parse_policy(part)) for part in modes.split(",") if modes)
     except ValueError as error:
         raise BenchError(f"--modes: {error}") from error
     if len(set(policies)) != len(policies):
         raise BenchError(f"--modes: got {modes!r}, wanted each mode once")
-    counts = (("prompts", prompts), ("max-new-tokens", max_new_tokens), ("rounds", rounds))
-    for name, value in counts:
-        if value < 1:
-            raise BenchError(f"--{name}: got {value}, wanted at least 1")
     return BenchSettings(
         policies,
         prompts,
@@ -85,6 +87,16 @@ def parse_settings(
         _numbers("temperature", temperature, float, 0),
         rounds,
     )
+
+
+def default_modes(budget: int, automatic: bool) -> tuple[str, ...]:
+    """What a deployment can be measured under: plain, chain, trees up to its `tree.budget`, and
+    `auto` where it was started with it (`tree.policy: auto`)."""
+    if not budget:
+        return ("plain",)
+    trees = sorted({size for size in _TREES if size < budget} | {budget})
+    auto = ("auto",) if automatic else ()
+    return ("plain", "chain", *(f"tree-{size}" for size in trees), *auto)
 
 
 @dataclass(frozen=True)
@@ -163,10 +175,11 @@ def summarise(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
     `tokens_per_s` is the median over the rounds (all in `tokens_per_s_rounds`); `speedup` is over
     `plain` of the same cell; `tokens_per_forward` is tokens per request and target forward;
-    `ms_per_step` is wall time per target forward, prefill and HTTP included; `accepted_by_depth` is
-    the share of drafts whose accepted path reached depth 1, 2, ...; `ttft_ms` is the median time to
-    a request's first text, `ttft_p95_ms` one of 20 took longer; `left` counts clients that went
-    early (their tokens are in no rate); `choices` counts forwards by the policy they ran under.
+    `ms_per_step` is wall time per target forward, prefill, HTTP and (at a rate) waiting included;
+    `accepted_by_depth` is the share of drafts whose accepted path reached depth 1, 2, ...;
+    `ttft_ms` is the median time to a request's first text, `ttft_p95_ms` that within which 19 of 20
+    had it; `left` counts clients that went early (their tokens are in no rate); `choices` counts
+    forwards by the policy they ran under.
     """
     cells: dict[tuple[str, int, float, str], list[Sample]] = {}
     for sample in samples:
@@ -202,7 +215,7 @@ def _row(group: Sequence[Sample]) -> dict[str, Any]:
         "ms_per_step": _ratio(1000 * sum(sample.seconds for sample in group), forwards, 2),
         "accepted_by_depth": [_ratio(count, requests, 4) for count in accepted],
         "ttft_ms": round(1000 * median(first), 1),
-        "ttft_p95_ms": round(1000 * sorted(first)[int(0.95 * (len(first) - 1))], 1),
+        "ttft_p95_ms": round(1000 * sorted(first)[ceil(0.95 * len(first)) - 1], 1),
         "left": sum(answer.left for sample in group for answer in sample.answers),
         "tokens_per_s_rounds": rates,
         "requests": sum(len(sample.answers) for sample in group),

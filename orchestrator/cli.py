@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from overstory.orchestrator import cli_changing, cli_keys, cli_looking, cli_planning, cli_policy
-from overstory.orchestrator.cli_support import AsJson, Endpoint, File, Name, Overrides
+from overstory.orchestrator.cli_support import (
+    AsJson,
+    Endpoint,
+    File,
+    Name,
+    Overrides,
+    amount,
+    seconds,
+    whole,
+)
 from overstory.orchestrator.cli_support import known as _known
 from overstory.orchestrator.cli_support import told as _told
 
@@ -33,17 +42,20 @@ def _pretended_nodes(
     cpus: int | None,
     memory_gib: float | None,
     gpu: str | None,
-    gpu_gib: float,
+    gpu_gib: float | None,
 ) -> "list[NodeInventory]":
     """The nodes to plan for: this machine, with what the options say instead."""
     from dataclasses import replace
 
+    from overstory.orchestrator.errors import UserFault
     from overstory.orchestrator.gpus import gpu_named
     from overstory.orchestrator.inventory import local_inventory
 
     here = local_inventory()
     if gpu is not None:
         gpu_gib = gpu_gib or gpu_named(gpu).memory / 2**30
+    if gpu_gib and not (here.gpus if gpus is None else gpus):
+        raise UserFault("--gpus: this machine has no GPU; say how many a node has beside its kind")
     here = replace(
         here,
         cpus=here.cpus if cpus is None else float(cpus),
@@ -60,12 +72,12 @@ def _pretended_nodes(
 def plan(
     file: File,
     overrides: Overrides = None,
-    nodes: Annotated[int | None, typer.Option(help="Plan for so many equal nodes.")] = None,
-    gpus: Annotated[int | None, typer.Option(help="GPUs of a node.")] = None,
-    cpus: Annotated[int | None, typer.Option(help="CPUs of a node.")] = None,
-    memory_gib: Annotated[float | None, typer.Option(help="Memory of a node.")] = None,
+    nodes: Annotated[int | None, whole("Plan for so many equal nodes.", most=1024)] = None,
+    gpus: Annotated[int | None, whole("GPUs of a node.", 0, 1024)] = None,
+    cpus: Annotated[int | None, whole("CPUs of a node.")] = None,
+    memory_gib: Annotated[float | None, amount("Memory of a node.", 0.001)] = None,
     gpu: Annotated[str | None, typer.Option(help="Kind of GPU: rtx-pro-6000, h200.")] = None,
-    gpu_gib: Annotated[float, typer.Option(help="Memory of a GPU.")] = 0.0,
+    gpu_gib: Annotated[float | None, amount("Memory of a GPU.", 0.001)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what would run where: ranks, memory, ports, engine flags. Needs no Ray and no GPU."""
@@ -87,7 +99,7 @@ def deploy(
     file: File,
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option(help="Only show the plan for this machine.")] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds until it must be ready.")] = 600.0,
+    timeout: Annotated[float, seconds("Seconds until it must be ready.")] = 600.0,
 ) -> None:
     """Deploy and wait until it generates. On failure nothing is left behind."""
     if dry_run:
@@ -114,7 +126,6 @@ def deploy(
 def down(name: Name = None) -> None:
     """Take a deployment away: its actors, placement groups, ports, and our local Ray."""
     with _told():
-        _known(name)
         from overstory.orchestrator.deploy import take_down
 
         take_down(name, lambda line: print(line, file=sys.stderr))
@@ -124,7 +135,7 @@ def down(name: Name = None) -> None:
 def status(
     name: Name = None,
     watch: Annotated[bool, typer.Option(help="Repeat every few seconds until Ctrl-C.")] = False,
-    every: Annotated[float, typer.Option(help="Seconds between two looks of --watch.")] = 2.0,
+    every: Annotated[float, seconds("Seconds between two looks of --watch.", 0.1)] = 2.0,
     as_json: AsJson = False,
 ) -> None:
     """Replicas, ranks, steps per second, acceptance."""
@@ -141,9 +152,9 @@ def generate(
     name: Name = None,
     endpoint: Endpoint = None,
     model: Annotated[str | None, typer.Option(help="Model name; the served one if unset.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus.")] = 1.0,
+    max_tokens: Annotated[int, whole("New tokens at most.")] = 128,
+    temperature: Annotated[float, amount("0 is greedy.", 0.0)] = 0.0,
+    top_p: Annotated[float, amount("Nucleus.", 1e-9, 1.0)] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string, repeatable.")] = None,
     chat: Annotated[bool, typer.Option(help="Send as a chat message.")] = False,
@@ -167,7 +178,7 @@ def generate(
 def scale(
     replicas: Annotated[int, typer.Argument(help="Replicas wanted.")],
     name: Name = None,
-    timeout: Annotated[float, typer.Option(help="Seconds until they must be ready.")] = 600.0,
+    timeout: Annotated[float, seconds("Seconds until they must be ready.")] = 600.0,
 ) -> None:
     """Change the number of replicas. Those that stay keep serving."""
     with _told():
@@ -183,10 +194,10 @@ def defrag(
     name: Name = None,
     dry_run: Annotated[bool, typer.Option(help="Only show the plan and its gain.")] = False,
     replica: Annotated[str | None, typer.Option(help="Only this one; see `status`.")] = None,
-    rows: Annotated[int, typer.Option(help="KV rows that the first pass may move.")] = 1024,
-    passes: Annotated[int, typer.Option(help="Passes at most.")] = 8,
-    pause_ms: Annotated[float, typer.Option(help="Longest pause of the ranks per pass.")] = 20.0,
-    long_run: Annotated[int, typer.Option(help="Rows worth moving to remove one break.")] = 64,
+    rows: Annotated[int, whole("KV rows that the first pass may move.", 1, 4096)] = 1024,
+    passes: Annotated[int, whole("Passes at most.")] = 8,
+    pause_ms: Annotated[float, amount("Longest pause of the ranks per pass.", 0.001)] = 20.0,
+    long_run: Annotated[int, whole("Rows worth moving to remove one break.")] = 64,
     as_json: AsJson = False,
 ) -> None:
     """Bring requests' KV rows together, a few between two steps; requests go on."""
@@ -204,12 +215,14 @@ def defrag(
 def bench(
     name: Name = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
-    modes: Annotated[str, typer.Option(help="Tree policies.")] = "plain,chain,tree-15,tree-31",
-    prompts: Annotated[int, typer.Option(help="Held-out prompts.")] = 16,
-    max_new_tokens: Annotated[int, typer.Option(help="New tokens of each.")] = 128,
+    modes: Annotated[
+        str, typer.Option(help="Tree policies; unset, all that the deployment was started for.")
+    ] = "",
+    prompts: Annotated[int, whole("Held-out prompts.")] = 16,
+    max_new_tokens: Annotated[int, whole("New tokens of each.")] = 128,
     concurrency: Annotated[str, typer.Option(help="Requests at a time.")] = "1,4",
     temperature: Annotated[str, typer.Option(help="Temperatures.")] = "0,1",
-    rounds: Annotated[int, typer.Option(help="Times that each row is measured.")] = 3,
+    rounds: Annotated[int, whole("Times that each row is measured.")] = 3,
     profile: Annotated[
         str, typer.Option(help="Kind of load: sweep, rates, long, shared or churn.")
     ] = "sweep",
@@ -219,7 +232,7 @@ def bench(
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the rows here.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write an SVG here.")] = None,
 ) -> None:
-    """Measure plain, chain and tree decoding through the endpoint, interleaved in one run."""
+    """Measure plain, chain, tree and auto through the endpoint, interleaved in one run."""
     with _told():
         from dataclasses import replace
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from overstory.orchestrator.cli_support import Name, Overrides, known, told
+from overstory.orchestrator.cli_support import Name, Overrides, known, seconds, told
 
 
 def restart(
@@ -16,7 +16,7 @@ def restart(
     ] = None,
     overrides: Overrides = None,
     name: Name = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for one replica to come up.")] = 900.0,
+    timeout: Annotated[float, seconds("Seconds for one replica to come up.")] = 900.0,
     follow: Annotated[bool, typer.Option(help="Watch a restart that was interrupted.")] = False,
 ) -> None:
     """Replace every replica, one after another. No request is lost."""

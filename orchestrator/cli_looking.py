@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from overstory.orchestrator.cli_support import AsJson, Name, Overrides, known, told
+from overstory.orchestrator.cli_support import AsJson, Name, Overrides, known, seconds, told, whole
 
 
 def doctor(
@@ -14,8 +14,8 @@ def doctor(
         Path | None, typer.Argument(help="Deployment file; nodes are checked for what it needs.")
     ] = None,
     overrides: Overrides = None,
-    nodes: Annotated[int | None, typer.Option(help="Nodes that should have joined.")] = None,
-    wait: Annotated[float, typer.Option(help="Seconds to wait for them.")] = 120.0,
+    nodes: Annotated[int | None, whole("Nodes that should have joined.")] = None,
+    wait: Annotated[float, seconds("Seconds to wait for them.", 0.0)] = 120.0,
     strict: Annotated[bool, typer.Option(help="Warnings end with exit code 1 too.")] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -5,14 +5,14 @@ from typing import Annotated
 
 import typer
 
-from overstory.orchestrator.cli_support import AsJson, File, Overrides, told
+from overstory.orchestrator.cli_support import AsJson, File, Overrides, amount, told, whole
 
 
 def manifest(
     file: File,
     image: Annotated[str, typer.Option(help="Container image with Overstory in it.")],
     overrides: Overrides = None,
-    gpus: Annotated[int, typer.Option(help="GPUs of a node.")] = 8,
+    gpus: Annotated[int, whole("GPUs of a node.", most=1024)] = 8,
     gpu: Annotated[str | None, typer.Option(help="Kind of GPU: rtx-pro-6000, h200.")] = None,
     models_claim: Annotated[
         str | None, typer.Option(help="PersistentVolumeClaim with the models.")
@@ -63,24 +63,24 @@ def capacity(
     overrides: Overrides = None,
     gpu: Annotated[str, typer.Option(help="Kind of GPU: rtx-pro-6000, h200.")] = "rtx-pro-6000",
     nodes: Annotated[str, typer.Option(help="Numbers of nodes.")] = "1,2,4",
-    gpus: Annotated[int, typer.Option(help="GPUs of a node.")] = 8,
+    gpus: Annotated[int, whole("GPUs of a node.", most=1024)] = 8,
     batch: Annotated[str, typer.Option(help="Requests at a time.")] = "1,2,4,8,16,32,64,128",
     context: Annotated[
         str, typer.Option(help="Tokens of each request.")
     ] = "1k,8k,32k,65k,131k,200k",
     chain_tokens: Annotated[
-        float, typer.Option(help="Tokens that a step of a drafted chain yields.")
+        float, amount("Tokens that a step of a drafted chain yields.", 1.0)
     ] = 4.5,
-    gpu_gib: Annotated[float | None, typer.Option(help="Another GPU: memory.")] = None,
-    dram_tbs: Annotated[float | None, typer.Option(help="Another GPU: memory TB/s.")] = None,
-    tflops: Annotated[float | None, typer.Option(help="Another GPU: bfloat16 TFLOP/s.")] = None,
-    sms: Annotated[int | None, typer.Option(help="Another GPU: multiprocessors.")] = None,
-    clock_ghz: Annotated[float | None, typer.Option(help="Another GPU: clock.")] = None,
+    gpu_gib: Annotated[float | None, amount("Another GPU: memory.", 0.001)] = None,
+    dram_tbs: Annotated[float | None, amount("Another GPU: memory TB/s.", 0.001)] = None,
+    tflops: Annotated[float | None, amount("Another GPU: bfloat16 TFLOP/s.", 0.001)] = None,
+    sms: Annotated[int | None, whole("Another GPU: multiprocessors.")] = None,
+    clock_ghz: Annotated[float | None, amount("Another GPU: clock.", 0.001)] = None,
     reduce_us: Annotated[
-        float | None, typer.Option(help="Another link: smallest all-reduce, microseconds.")
+        float | None, amount("Another link: smallest all-reduce, microseconds.", 0.0)
     ] = None,
     link_gbs: Annotated[
-        float | None, typer.Option(help="Another link: all-reduce GB/s of each GPU.")
+        float | None, amount("Another link: all-reduce GB/s of each GPU.", 0.001)
     ] = None,
     as_json: AsJson = False,
 ) -> None:

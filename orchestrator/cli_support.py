@@ -1,10 +1,10 @@
 """What the commands share: options of one spelling, and how a user's fault is told."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -22,6 +22,41 @@ Endpoint = Annotated[
     str | None, typer.Option(help="URL of the endpoint; that of the deployment if not given.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+MOST = 1_000_000_000
+DAYS_S = 30 * 86400.0
+
+
+def _parser(kind: type, least: float, most: float, wanted: str) -> Callable[[Any], Any]:
+    def parse(given: Any) -> Any:
+        try:
+            value = kind(given)
+        except (ValueError, OverflowError):
+            value = None
+        if value is None or not least <= value <= most:  # Not a number compares as false.
+            raise typer.BadParameter(f"got {given!r}, wanted {wanted}")
+        return value
+
+    return parse
+
+
+def whole(help: str, least: int = 1, most: int = MOST) -> Any:
+    """An option that takes a whole number from `least` to `most`; `help` explains it."""
+    upper = f" and at most {most}" if most < MOST else ""
+    parser = _parser(int, least, most, f"a whole number, at least {least}{upper}")
+    return typer.Option(parser=parser, metavar="N", help=help)
+
+
+def amount(help: str, least: float, most: float = float(MOST)) -> Any:
+    """An option that takes a finite number from `least` to `most`; `help` explains it."""
+    upper = f" and at most {most:,.15g}" if most < MOST else ""
+    parser = _parser(float, least, most, f"a number, at least {least:g}{upper}")
+    return typer.Option(parser=parser, metavar="NUMBER", help=help)
+
+
+def seconds(help: str, least: float = 1.0) -> Any:
+    """An option that takes a time in seconds."""
+    return amount(help, least, DAYS_S)
 
 
 def fail(message: str) -> NoReturn:

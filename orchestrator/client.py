@@ -5,7 +5,8 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,14 +38,24 @@ def _open(url: str, body: dict[str, Any] | None, timeout_s: float) -> http.clien
     headers = {"Content-Type": "application/json"}
     if os.environ.get(KEY_VARIABLE):
         headers["Authorization"] = f"Bearer {os.environ[KEY_VARIABLE]}"
-    request = urllib.request.Request(url, data, headers)
+    with _told(url):
+        try:
+            request = urllib.request.Request(url, data, headers)
+            return urllib.request.urlopen(request, timeout=timeout_s)
+        except urllib.error.HTTPError as error:
+            raise EndpointError(_message(error.read()) or str(error), error.code) from error
+
+
+@contextmanager
+def _told(url: str) -> Iterator[None]:
+    """What goes wrong with a connection, or with what comes over it, in words."""
     try:
-        return urllib.request.urlopen(request, timeout=timeout_s)
-    except urllib.error.HTTPError as error:
-        raise EndpointError(_message(error.read()) or str(error), error.code) from error
+        yield
     except OSError as error:
         reason = getattr(error, "reason", error)
         raise EndpointError(f"{url} does not answer: {reason}") from error
+    except (http.client.HTTPException, ValueError) as error:
+        raise EndpointError(f"{url} does not answer as an OpenAI endpoint: {error!r}") from error
 
 
 def _message(body: bytes) -> str:
@@ -61,7 +72,8 @@ def get_json(endpoint: str, path: str, timeout_s: float = 10.0) -> Any:
     Raises:
         EndpointError: not reachable, or an error status.
     """
-    with _open(f"{endpoint.rstrip('/')}{path}", None, timeout_s) as response:
+    url = f"{endpoint.rstrip('/')}{path}"
+    with _told(url), _open(url, None, timeout_s) as response:
         return json.load(response)
 
 
@@ -80,14 +92,19 @@ def stream_completion(
     """Pieces of one completion as they come; `body` is OpenAI's without `stream`.
 
     Raises:
-        EndpointError: not reachable, refused, or an error in the middle of the stream.
+        EndpointError: not reachable, refused, an error in the middle of the stream, or a stream
+            that ends before `[DONE]`.
     """
     path = "/v1/chat/completions" if chat else "/v1/completions"
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    with _open(f"{endpoint.rstrip('/')}{path}", streamed, timeout_s) as response:
+    url = f"{endpoint.rstrip('/')}{path}"
+    with _told(url), _open(url, streamed, timeout_s) as response:
         for line in response:
-            if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+            if line.strip() == b"data: [DONE]":
+                return
+            if line.startswith(b"data: "):
                 yield _event(json.loads(line[6:]), chat)
+        raise EndpointError(f"{url}: the answer broke off; what came is not the whole")
 
 
 def _event(chunk: dict[str, Any], chat: bool) -> Event:

@@ -27,7 +27,9 @@ from overstory.orchestrator.state import (
     LocalRayRecord,
     changing_state,
     read_state,
+    state_path,
 )
+from overstory.orchestrator.wording import counted
 
 _POLL_S = 0.5
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -184,7 +186,8 @@ def _check(spec: DeploymentSpec, used: Cluster, progress: Progress) -> Plan:
     for warning in plan.warnings:
         progress.tell("nodes", f"warning: {warning}")
     total = sum(node.cpus for node in nodes), sum(node.gpus for node in nodes)
-    progress.tell("nodes", f"{len(nodes)} nodes with {total[0]:g} CPUs and {total[1]:g} GPUs free")
+    offered = f"{total[0]:g} CPUs and {total[1]:g} GPUs free"
+    progress.tell("nodes", f"{counted(len(nodes), 'node')} with {offered}")
     endpoint_of(spec.gateway, serving.head_elsewhere())  # Faults are told before anything starts.
     _check_port(spec)
     where = ", ".join(sorted({share.node for r in plan.replicas for share in r.shares}))
@@ -195,13 +198,17 @@ def _check(spec: DeploymentSpec, used: Cluster, progress: Progress) -> Plan:
 def _check_port(spec: DeploymentSpec) -> None:
     from overstory.orchestrator import serving
 
-    host, port = spec.gateway.host, spec.gateway.port
-    reason = serving.port_free_on_head(host, port)
-    if reason is not None:
-        raise DeployError(
-            f"gateway.port: {host}:{port} cannot be used ({reason}); choose another with "
-            "`--set gateway.port=...` or end what listens there"
-        )
+    gateway = spec.gateway
+    wanted = [("port", gateway.host, gateway.port)]
+    if gateway.token_port:
+        wanted.append(("token_port", serving.head_address(), gateway.token_port))
+    for setting, host, port in wanted:
+        reason = serving.port_free_on_head(host, port)
+        if reason is not None:
+            raise DeployError(
+                f"gateway.{setting}: {host}:{port} cannot be used ({reason}); choose another with "
+                f"`--set gateway.{setting}=...` or end what listens there"
+            )
 
 
 def _remember(spec: DeploymentSpec, plan: Plan, used: Cluster) -> DeploymentRecord:
@@ -254,7 +261,8 @@ def take_down(name: str | None, say: Callable[[str], None] = lambda _: None) -> 
     """Removes a deployment with everything that was started for it.
 
     Args:
-        name: which; the only one if not given.
+        name: which; the only one if not given, and no fault if there is none: then a Ray of our
+            own that a killed `deploy` left is ended.
         say: told what has been removed.
 
     Raises:
@@ -262,6 +270,13 @@ def take_down(name: str | None, say: Callable[[str], None] = lambda _: None) -> 
         StillThere, LocalRayError: something would not go.
     """
     state = read_state()
+    if name is None and not state.deployments:
+        if state.local_ray is None:
+            say(f"nothing to take away: no deployment is noted in {state_path()}")
+            return
+        _stop_own_ray(state.local_ray)
+        say(f"local Ray in {state.local_ray.folder}: ended and removed")
+        return
     record = state.pick(name)
     own = state.local_ray if state.local_ray and _is_ours(state.local_ray, record) else None
     others = [d for d in state.deployments.values() if d.name != record.name]

@@ -18,6 +18,7 @@ from overstory.orchestrator.model_facts import PlanError
 from overstory.orchestrator.node_facts import NodeFacts, clock, look_here
 from overstory.orchestrator.plan import make_plan, node_memory_per_rank
 from overstory.orchestrator.spec import DeploymentSpec
+from overstory.orchestrator.wording import counted
 from overstory.workers.tiny.paths import resolve_model
 
 CALL_TIMEOUT_S = 120.0
@@ -194,7 +195,7 @@ def collect(spec: DeploymentSpec | None) -> tuple[tuple[NodeFacts, ...], tuple[L
         looks = []
         for node, probe in zip(nodes, probes, strict=True):
             head = "node:__internal_head__" in node["Resources"]
-            ports = [spec.gateway.port] if spec and head and not _serve_runs() else []
+            ports = spec.gateway.ports if spec and head and not _serve_runs() else []
             address = str(node["NodeManagerAddress"])
             looks.append(probe.look.remote(address, head, _models_of(spec), ports))
         seen = [
@@ -295,7 +296,7 @@ def missing_nodes(expected: int, seen: int) -> list[Finding]:
     """A finding where fewer nodes are there than expected."""
     if seen >= expected:
         return []
-    found = f"{seen} nodes are in the cluster, {expected} were expected"
+    found = f"{counted(seen, 'node')} in the cluster, {expected} expected"
     fix = (
         "look into /tmp/ray/session_latest/logs/monitor* on the head (`ray up` reaches the others "
         "from there); with provider local run RAY_UP_enable_autoscaler_v2=0 ray up"
@@ -323,7 +324,7 @@ def diagnose(
     found = cluster.find_cluster(own)
     links: tuple[LinkFacts, ...] = ()
     if found is None:
-        ports = [spec.gateway.port] if spec else []
+        ports = spec.gateway.ports if spec else []
         nodes: tuple[NodeFacts, ...] = (look_here("127.0.0.1", True, _models_of(spec), ports),)
     else:
         cluster.connect(found.address, own)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from overstory.orchestrator.doctor import Diagnosis
 from overstory.orchestrator.node_facts import NodeFacts
+from overstory.orchestrator.wording import counted
 
 _GIB = 2.0**30
 
@@ -45,4 +46,6 @@ def render_diagnosis(diagnosis: Diagnosis) -> str:
         lines.append(f"{finding.severity}: {finding.check}{where}: {finding.found}")
         lines.append(f"  fix: {finding.fix}")
     warnings = len(diagnosis.findings) - diagnosis.errors
-    return "\n".join([*lines, f"{diagnosis.errors} errors, {warnings} warnings"])
+    return "\n".join(
+        [*lines, f"{counted(diagnosis.errors, 'error')}, {counted(warnings, 'warning')}"]
+    )

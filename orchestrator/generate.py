@@ -13,13 +13,24 @@ def find_endpoint(name: str | None, endpoint: str | None) -> str:
 
     Raises:
         StateError: no such deployment, and no endpoint given.
+        EndpointError: the given one is no URL.
     """
-    return endpoint or read_state().pick(name).endpoint
+    if endpoint is None:
+        return read_state().pick(name).endpoint
+    if not endpoint.startswith(("http://", "https://")):
+        raise client.EndpointError(f"--endpoint: got {endpoint!r}, wanted http://HOST:PORT")
+    return endpoint
 
 
 def served_model(endpoint: str) -> str:
     """The model that the endpoint serves."""
-    return str(client.get_json(endpoint, "/v1/models")["data"][0]["id"])
+    try:
+        return str(client.get_json(endpoint, "/v1/models")["data"][0]["id"])
+    except (LookupError, TypeError) as error:
+        raise client.EndpointError(
+            f"{endpoint}/v1/models does not name a model: no OpenAI endpoint; name the model with "
+            "--model, or another --endpoint"
+        ) from error
 
 
 def generate(

@@ -88,7 +88,7 @@ def _shortage(nodes: Sequence[NodeInventory], needs: RankNeeds, replicas: int, t
             listed = ", ".join(f"{n.name} {o:g}" for n, o in zip(nodes, offers, strict=True))
             return (
                 f"engine.tp_size: {ranks} ranks (replicas {replicas} x tp_size {tp_size}) need "
-                f"{need * ranks:g} {what} ({key} {need:g}), the nodes have {sum(offers):g} "
+                f"{need * ranks:g} {what} ({key} {need:g}), the nodes have {sum(offers):g} free "
                 f"({listed}); lower engine.tp_size, replicas or {key}, or add nodes"
             )
     free = ", ".join(
@@ -97,7 +97,7 @@ def _shortage(nodes: Sequence[NodeInventory], needs: RankNeeds, replicas: int, t
     return (
         f"engine.tp_size: no way to place replicas {replicas} x tp_size {tp_size} in equal parts: "
         f"a rank needs {needs.cpus:g} CPUs, {needs.gpus:g} GPUs and {needs.memory / 2**30:.1f} GiB "
-        f"of memory; the nodes have {free}; lower engine.tp_size or replicas, or add nodes"
+        f"of memory; free are {free}; lower engine.tp_size or replicas, or add nodes"
     )
 
 

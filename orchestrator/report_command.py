@@ -8,6 +8,7 @@ from pathlib import Path
 from overstory.orchestrator import serving
 from overstory.orchestrator.control import connected
 from overstory.orchestrator.host_facts import host_facts
+from overstory.orchestrator.output_file import check_writable, write_output
 from overstory.orchestrator.report import make_report, read_benchmarks, render_report
 from overstory.orchestrator.status import gather
 
@@ -18,6 +19,7 @@ def report(name: str | None, benchmarks: Sequence[Path], as_json: bool, out: Pat
     Raises:
         StateError, ClusterError, ReportError: for the user to mend.
     """
+    check_writable("--out", out)
     results = read_benchmarks(benchmarks)
     with connected(name) as record:
         serving.quiet_serve_logs()
@@ -26,4 +28,4 @@ def report(name: str | None, benchmarks: Sequence[Path], as_json: bool, out: Pat
     if out is None:
         print(text)
     else:
-        out.write_text(text + "\n")
+        write_output("--out", out, text + "\n")

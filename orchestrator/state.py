@@ -62,11 +62,15 @@ class State:
             return self.deployments[name]
         known = ", ".join(self.deployments) or "none"
         if name is not None:
-            raise StateError(f"no deployment {name!r} was made from here (known: {known})")
-        if len(self.deployments) != 1:
             raise StateError(
-                f"{len(self.deployments)} deployments were made from here ({known}); "
-                + ("name one with --name" if self.deployments else "run `overstory deploy FILE`")
+                f"--name: got {name!r}, wanted a deployment that {state_path()} notes: {known}"
+            )
+        if len(self.deployments) != 1:
+            if self.deployments:
+                raise StateError(f"there are several deployments ({known}); name one with --name")
+            raise StateError(
+                "no deployment was made on this machine by this user (none is noted in "
+                f"{state_path()}); run `overstory deploy FILE`, or the command where that was run"
             )
         return next(iter(self.deployments.values()))
 
@@ -99,14 +103,31 @@ def read_state(path: Path | None = None) -> State:
         return State()
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StateError(f"{path} is damaged ({error}); remove it") from error
+    except OSError as error:
+        raise _unusable(path, error) from error
+
+
+def _unusable(path: Path, error: OSError) -> StateError:
+    return StateError(
+        f"{path}, where deployments are noted, cannot be used ({error.strerror}); set "
+        "OVERSTORY_STATE to a file of yours, the same for all commands"
+    )
 
 
 @contextlib.contextmanager
 def changing_state(path: Path | None = None) -> Iterator[State]:
-    """The state to change; written when the block ends without an exception. One writer at once."""
+    """The state to change; written when the block ends without an exception. One writer at once.
+
+    Raises:
+        StateError: the file is not ours, damaged, or its folder may not be written.
+    """
     path = path or state_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with (path.parent / (path.name + ".lock")).open("w") as lock:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = (path.parent / (path.name + ".lock")).open("w")
+    except OSError as error:
+        raise _unusable(path, error) from error
+    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         state = read_state(path)
         yield state

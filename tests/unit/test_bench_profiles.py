@@ -1,17 +1,17 @@
 """Load profiles of the benchmark, and the files that it writes."""
 
 import csv
+import io
 import itertools
 import xml.etree.ElementTree as xml
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from overstory.orchestrator import bench, client
-from overstory.orchestrator.bench_files import write_csv, write_plot
+from overstory.orchestrator.bench_files import csv_text, plot_text
 from overstory.orchestrator.bench_load import Load
 from overstory.orchestrator.bench_profiles import (
     LEFT_EVENTS,
@@ -101,7 +101,7 @@ def test_values_are_the_profile_s_own_unless_given() -> None:
     assert profile_of("long", "") == (PROFILES["long"], (256, 1024, 2048))
     profile, values = profile_of("rates", "3,4.5")
     assert values == (3.0, 4.5)
-    assert label(profile, 4.5) == "4.5 1/s"
+    assert label(profile, 4.5) == "4.5 requests/s"
     assert label(PROFILES["sweep"], None) == ""
 
 
@@ -160,28 +160,26 @@ def _rows() -> list[dict[str, Any]]:
     counters = {"forwards": 4, "requests": 4, "tokens": 8, "accepted_by_depth": [3, 1]}
     return summarise(
         [
-            Sample(mode, concurrency, 0.0, seconds, (Answer(0.1, 50),), counters, "2 1/s")
+            Sample(mode, concurrency, 0.0, seconds, (Answer(0.1, 50),), counters, "2 requests/s")
             for mode, seconds in (("plain", 2.0), ("chain", 1.0))
             for concurrency in (1, 4)
         ]
     )
 
 
-def test_csv_has_a_line_for_each_row(tmp_path: Path) -> None:
-    write_csv(_rows(), tmp_path / "rows.csv")
-    lines = list(csv.DictReader((tmp_path / "rows.csv").open()))
+def test_csv_has_a_line_for_each_row() -> None:
+    lines = list(csv.DictReader(io.StringIO(csv_text(_rows()))))
     assert [line["mode"] for line in lines] == ["plain", "plain", "chain", "chain"]
     assert lines[2]["tokens_per_s"] == "50.0"
     assert lines[2]["accepted_by_depth"] == "0.75 0.25"
 
 
-def test_the_picture_has_a_bar_for_each_row_and_figure(tmp_path: Path) -> None:
-    write_plot(_rows(), tmp_path / "rows.svg")
-    drawn = xml.parse(tmp_path / "rows.svg").getroot()
+def test_the_picture_has_a_bar_for_each_row_and_figure() -> None:
+    drawn = xml.fromstring(plot_text(_rows()))
     bars = [element for element in drawn.iter() if element.find("{*}title") is not None]
     assert len(bars) == 2 * 4
     heights = [float(bar.get("height", 0)) for bar in bars]
     assert max(heights) == 220.0
-    assert "1 at a time, T=0, 2 1/s" in [
+    assert "1 at a time, T=0, 2 requests/s" in [
         text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")
     ]

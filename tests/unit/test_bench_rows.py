@@ -1,5 +1,7 @@
 """How a benchmark is asked for and summed up."""
 
+from dataclasses import replace
+
 import pytest
 
 from overstory.orchestrator.bench_load import load_prompts
@@ -43,13 +45,11 @@ def test_no_mode_is_always_first() -> None:
     [
         ({"modes": "plain,fast"}, "--modes: unknown tree policy 'fast'"),
         ({"modes": "plain,plain"}, "wanted each mode once"),
-        ({"prompts": 0}, "--prompts: got 0, wanted at least 1"),
-        ({"max_new_tokens": -1}, "--max-new-tokens: got -1"),
-        ({"rounds": 0}, "--rounds: got 0"),
-        ({"concurrency": "1,x"}, "--concurrency: got '1,x', wanted int numbers of at least 1"),
+        ({"concurrency": "1,x"}, "--concurrency: got '1,x', wanted whole numbers of at least 1"),
         ({"concurrency": "0"}, "--concurrency: got '0'"),
-        ({"temperature": "-1"}, "--temperature: got '-1', wanted float numbers of at least 0"),
+        ({"temperature": "-1"}, "--temperature: got '-1', wanted numbers of at least 0"),
         ({"temperature": ""}, "--temperature: got ''"),
+        ({"temperature": "nan"}, "--temperature: got 'nan'"),
     ],
 )
 def test_bad_options(change: dict[str, object], said: str) -> None:
@@ -112,6 +112,14 @@ def test_rows_are_medians_and_speed_is_over_plain() -> None:
     assert tree["tokens_per_forward"] == 5.0
     assert tree["accepted_by_depth"] == [0.9, 0.5]
     assert tree["ttft_ms"] == 100.0
+
+
+@pytest.mark.parametrize(("answers", "p95_ms"), [(1, 100), (2, 200), (20, 1900), (40, 3800)])
+def test_19_of_20_first_tokens_come_within_the_p95(answers: int, p95_ms: float) -> None:
+    one = sample("chain", 1.0, 10, 5, [1])
+    firsts = tuple(Answer(0.1 * (number + 1), 8) for number in range(answers))
+    (row,) = summarise([replace(one, answers=firsts)])
+    assert row["ttft_p95_ms"] == p95_ms
 
 
 def test_without_plain_there_is_no_speedup() -> None:

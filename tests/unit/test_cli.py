@@ -105,7 +105,7 @@ def test_bad_deployments_end_before_anything_starts(
     assert "Traceback" not in done.output
 
 
-@pytest.mark.parametrize("command", ["generate x", "status", "down", "bench", "scale 2"])
+@pytest.mark.parametrize("command", ["generate x", "status", "bench", "scale 2"])
 def test_commands_without_a_deployment_say_what_to_do(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,12 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/v1/models":
             self._json(200, {"data": [{"id": "tiny"}]})
+        elif self.path == "/page/v1/models":
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>")
+        elif self.path == "/other/v1/models":
+            self._json(200, {"models": []})
         else:
             self._json(503, {"error": {"message": "Not ready: still loading"}})
 
@@ -46,6 +52,8 @@ class Handler(BaseHTTPRequestHandler):
         for number in range(body["max_tokens"]):
             piece = {"delta": {"content": f"{number} "}} if chat else {"text": f"{number} "}
             self._event({"choices": [piece]})
+        if body.get("prompt") == "gone":
+            return None  # The server dies: its stream ends here.
         if body.get("prompt") == "fail":
             return self._event({"error": {"message": "the replica was lost"}})
         self._event({"choices": [{"text": "", "delta": {}, "finish_reason": "length"}]})
@@ -109,6 +117,26 @@ def test_an_error_in_the_stream_is_an_error(endpoint: str) -> None:
     body = {"model": "tiny", "prompt": "fail", "max_tokens": 1}
     with pytest.raises(EndpointError, match="the replica was lost"):
         list(client.stream_completion(endpoint, body))
+
+
+def test_a_stream_that_breaks_off_is_an_error(
+    endpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(EndpointError, match="broke off"):
+        generate("gone", {"max_tokens": 2}, None, endpoint, chat=False)
+    assert capsys.readouterr().out == "0 1 "
+
+
+def test_what_is_no_endpoint_is_told(endpoint: str) -> None:
+    for url, said in (
+        ("127.0.0.1:8000", "--endpoint: got '127.0.0.1:8000', wanted http://HOST:PORT"),
+        ("http://[::1", "does not answer as an OpenAI endpoint"),
+        (f"{endpoint}/page", "does not answer as an OpenAI endpoint: JSONDecodeError"),
+        (f"{endpoint}/other", "does not name a model: no OpenAI endpoint"),
+    ):
+        with pytest.raises(EndpointError) as caught:
+            generate("x", {"max_tokens": 1}, None, url, chat=False)
+        assert said in str(caught.value)
 
 
 def test_ready_says_why_not(endpoint: str) -> None:

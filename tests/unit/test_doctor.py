@@ -290,7 +290,7 @@ def test_a_node_that_cannot_be_looked_at() -> None:
 def test_nodes_that_have_not_joined() -> None:
     assert missing_nodes(2, 2) == missing_nodes(0, 1) == []
     found = only(missing_nodes(3, 1))
-    assert found.found == "1 nodes are in the cluster, 3 were expected"
+    assert found.found == "1 node in the cluster, 3 expected"
     assert "RAY_UP_enable_autoscaler_v2=0" in found.fix
 
 
@@ -386,7 +386,7 @@ def test_diagnosis_as_text() -> None:
         "n1 -> n2: 0.10 ms there and back, 5.00 GB/s",
         "error: limits n2: 512 open files a process",
         "  fix: run `ulimit -n 65536` before `ray start`",
-        "1 errors, 0 warnings",
+        "1 error, 0 warnings",
     ):
         assert part in text
 

@@ -321,4 +321,4 @@ def test_report_without_a_deployment(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("OVERSTORY_STATE", str(tmp_path / "state.json"))
     done = CliRunner().invoke(app, ["report"])
     assert done.exit_code == 1
-    assert "0 deployments were made from here" in done.output
+    assert "no deployment was made on this machine by this user" in done.output
