@@ -293,7 +293,8 @@ class ReplicaHealth:
 
     def picture(self) -> dict[str, Any]:
         """JSON-able: `name`, `state`, `alive`, `ready`, `generating`, `reason`, `probe_failures`,
-        `request_failures`, `failed_lives`, `restarts`, `work`, `still_s`."""
+        `request_failures`, `failed_lives`, `restarts`, `work`, `still_s`, `as_told` (it leaves or
+        has left as it was told to)."""
         return {
             "name": self.name,
             "state": str(self.state),
@@ -307,9 +308,15 @@ class ReplicaHealth:
             "restarts": self.limits.restarts,
             "work": self._work,
             "still_s": round(self._standing_s, 1),
+            "as_told": self._as_told(),
         }
 
     # ------------------------------------------------------------------ inside
+
+    def _as_told(self) -> bool:
+        if self._state is State.RETIRED:
+            return self.history[-1].before is not State.DEAD
+        return self._state is State.DRAINING
 
     def _new_life(self) -> None:
         now = self._clock()

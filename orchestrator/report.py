@@ -137,9 +137,11 @@ def _measured(picture: Mapping[str, Any], benchmarks: Sequence[tuple[str, Any]])
     for path, result in benchmarks:
         host = result["host"]
         versions = ", ".join(f"{k} {v}" for k, v in host["versions"].items())
-        source = f"{path}: {host['date']}, {host['processor']}, {versions}"
+        model = result["deployment"]["served_model_name"]
+        source = f"{path}: {model}, {host['date']}, {host['processor']}, {versions}"
         for row in result["rows"]:
             at = f"benchmark {row['mode']}, {row['concurrency']} at a time, T={row['temperature']}"
+            at += f", {row['load']}" if row.get("load") else ""
             rows.append(Figure(at, row["tokens_per_s"], source, "tokens/s"))
     notes = () if benchmarks else ("No benchmark was given: `overstory bench --json FILE`, then "
                                    "`overstory report --bench FILE`.",)  # fmt: skip
@@ -222,7 +224,7 @@ def _decisions(spec: Mapping[str, Any], picture: Mapping[str, Any]) -> Section:
         Figure("tree policy", policy, _STATUS),
         Figure("memory for weights and KV", fraction or "SGLang's default", why),
         Figure("steps of a lease", control["lease_steps"], _SPEC),
-        Figure("looks at fragmentation every", control.get("defrag_every_s", 0), _SPEC, "s"),
+        _looks_at_fragments(control["defrag_every_s"]),
     ]
     notes = [
         f"Ranks: {spec['replicas']} x {engine.get('tp_size', 1)}; a replica stays on one node "
@@ -232,6 +234,13 @@ def _decisions(spec: Mapping[str, Any], picture: Mapping[str, Any]) -> Section:
         if chosen := auto_line(rank.get("auto")):
             rows.append(Figure(f"{name}: chosen by costs and acceptance", chosen, _COUNTERS))
     return Section("Decisions in force", tuple(rows), tuple(notes))
+
+
+def _looks_at_fragments(every_s: float) -> Figure:
+    what = "looks at fragmentation by itself"
+    if not every_s:
+        return Figure(what, "never (control.defrag_every_s: 0)", _SPEC)
+    return Figure(what, f"every {every_s:g} s", _SPEC)
 
 
 def _faults(picture: Mapping[str, Any]) -> Section:
@@ -309,13 +318,28 @@ def read_benchmarks(paths: Sequence[Path]) -> list[tuple[str, Any]]:
     for path in paths:
         try:
             result = json.loads(path.read_text())
-            usable = isinstance(result["rows"], list) and "versions" in result["host"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError) as error:
             raise ReportError(f"--bench: {path} cannot be read ({error})") from error
-        if not usable:
-            raise ReportError(f"--bench: {path} is not a file of `overstory bench --json`")
+        if not _is_benchmark(result):
+            raise ReportError(
+                f"--bench: {path} is not a file of `overstory bench --json`; make one so"
+            )
         found.append((str(path), result))
     return found
+
+
+_HOST = frozenset({"versions", "date", "processor"})
+_ROW = frozenset({"mode", "concurrency", "temperature", "tokens_per_s"})
+
+
+def _is_benchmark(result: Any) -> bool:
+    """Whether it has all that the report takes out of it."""
+    try:
+        rows, host = result["rows"], result["host"]
+        str(result["deployment"]["served_model_name"])
+        return set(host) >= _HOST and bool(rows) and all(set(row) >= _ROW for row in rows)
+    except (KeyError, TypeError):
+        return False
 
 
 def _cell(value: Any) -> str:

@@ -1,17 +1,19 @@
 """`overstory status`: what a deployment does right now, as text, JSON or a live view."""
 
 import json
-import sys
 from typing import Any
 
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
+from rich.console import Console
+from rich.live import Live
 
 from overstory.orchestrator import client, serving
 from overstory.orchestrator.control import connected, controller_status
 from overstory.orchestrator.interrupts import Looks
 from overstory.orchestrator.state import DeploymentRecord
+from overstory.orchestrator.status_live import fitted_view
 from overstory.orchestrator.status_text import render
 
 _GATEWAY_TIMEOUT_S = 5.0
@@ -56,12 +58,15 @@ def gather(record: DeploymentRecord) -> dict[str, Any]:
 def show_status(name: str | None, as_json: bool, every_s: float | None) -> None:
     """Prints the status once, or every `every_s` seconds until Ctrl-C.
 
-    On a terminal the repeated one is a live view; elsewhere text or JSON, one after the other.
+    On a terminal that can be drawn on, the repeated one is a live view; elsewhere text or JSON,
+    one after the other.
     """
     with connected(name) as record:
         serving.quiet_serve_logs()
-        if every_s is not None and not as_json and sys.stdout.isatty():
-            _watch(record, every_s)
+        console = Console()
+        drawn_on = console.is_terminal and not console.is_dumb_terminal
+        if every_s is not None and not as_json and drawn_on:
+            _watch(record, every_s, console)
             return
         _print(record, as_json)
         if every_s is None:
@@ -76,12 +81,10 @@ def _print(record: DeploymentRecord, as_json: bool) -> None:
     print(json.dumps(picture, indent=1) if as_json else render(picture), flush=True)
 
 
-def _watch(record: DeploymentRecord, every_s: float) -> None:
+def _watch(record: DeploymentRecord, every_s: float, console: Console) -> None:
     """The live view until Ctrl-C."""
-    from rich.live import Live
-
-    from overstory.orchestrator.status_live import live_view
-
-    with Looks() as looks, Live(live_view(gather(record)), screen=True, auto_refresh=False) as live:
-        while looks.wait(every_s):
-            live.update(live_view(gather(record)), refresh=True)
+    with Looks() as looks:
+        first = fitted_view(gather(record), console)
+        with Live(first, console=console, screen=True, auto_refresh=False) as live:
+            while looks.wait(every_s):
+                live.update(fitted_view(gather(record), console), refresh=True)

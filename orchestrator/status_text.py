@@ -1,6 +1,6 @@
 """A deployment's status as text for a person. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from overstory.orchestrator.auto_text import auto_line, policy_at_work
@@ -46,6 +46,11 @@ def _health_line(slot: dict[str, Any]) -> str:
     return ", ".join([line, *told]) + "".join(f": {reason}" for reason in why)
 
 
+def left_as_told(controller: Mapping[str, Any]) -> frozenset[str]:
+    """Names of replicas that go or have gone because somebody asked for it: no faults."""
+    return frozenset(slot["name"] for slot in controller.get("health", ()) if slot.get("as_told"))
+
+
 def _controller_lines(controller: dict[str, Any] | None) -> Iterator[str]:
     if controller is None:
         yield "  controller: none answers; replicas run freely under their last policy"
@@ -56,7 +61,10 @@ def _controller_lines(controller: dict[str, Any] | None) -> Iterator[str]:
     )
     for slot in controller.get("health", ()):
         yield f"  {_health_line(slot)}"
+    told = left_as_told(controller)
     for replica in controller["replicas"]:
+        if replica["phase"] != "leased" and replica["name"] in told:
+            continue  # Its slot's line says it.
         why = f": {replica['reason']}" if replica["reason"] else ""
         equal = f", digests equal up to forward {replica['digests_equal_up_to']}"
         leased = replica["phase"] == "leased"

@@ -219,10 +219,12 @@ def test_one_that_keeps_dying_young_is_given_up(health: ReplicaHealth, clock: Cl
 def test_draining_ends_retired_and_never_restarts(health: ReplicaHealth, clock: Clock) -> None:
     health.drain("rolling restart")
     assert (health.state, health.alive, health.ready) == (State.DRAINING, True, False)
+    assert health.picture()["as_told"]
     health.generated()
     assert health.state is State.DRAINING
     health.ended("all streams handed over")
     assert health.state is State.RETIRED
+    assert health.picture()["as_told"]
     assert not health.budget_spent
 
 
@@ -231,6 +233,7 @@ def test_a_death_while_draining_is_no_reason_to_restart(health: ReplicaHealth) -
     fail_life(health, 1)
     assert health.state is State.RETIRED
     assert not health.budget_spent
+    assert not health.picture()["as_told"]  # What it did was lost, told to leave or not.
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,14 @@ from overstory.orchestrator.report import (
 )
 from overstory.orchestrator.report_model import MEANS
 from overstory.orchestrator.spec import load_spec
-from overstory.orchestrator.status_live import bar, draw_tree, faults, live_view, pool_map
+from overstory.orchestrator.status_live import (
+    bar,
+    draw_tree,
+    faults,
+    fitted_view,
+    live_view,
+    pool_map,
+)
 from overstory.orchestrator.step_figures import current_figures, policy_figures
 
 ROOT = Path(__file__).parents[2]
@@ -187,6 +194,52 @@ def test_faults_are_on_the_screen() -> None:
     assert faults(broken) == ["r0: RETIRED: rank 1 died", "r1: condemned: digests differ"]
 
 
+def _left(picture: dict[str, Any], as_told: bool) -> dict[str, Any]:
+    """The picture with a replica that has gone, asked for or not."""
+    gone = {"name": "r0", "phase": "lost", "reason": "rank-0 is gone", "digests_equal_up_to": 3}
+    picture["controller"]["replicas"].insert(0, {**gone, "ranks": []})
+    slot = {"name": "r0", "state": "RETIRED", "reason": "it was told to end", "failed_lives": 0}
+    picture["controller"]["health"].append({**slot, "as_told": as_told})
+    return picture
+
+
+def test_a_replica_that_left_as_told_is_no_fault() -> None:
+    assert "r0" not in screen(_left(picture(), True))
+    report = reported(_left(picture(), True))
+    assert notes_of(report, "Faults") == "None known."
+    assert faults(_left(picture(), False)) == [
+        "r0: RETIRED: it was told to end",
+        "r0: lost: rank-0 is gone",
+    ]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 8])
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (60, 18), (200, 60), (40, 20)])
+def test_faults_and_every_replica_are_on_any_screen(width: int, height: int, replicas: int) -> None:
+    shown = picture(ready=False, reason="no replica")
+    one = shown["controller"]["replicas"][0] | {"ranks": [rank(number) for number in range(8)]}
+    shown["controller"]["replicas"] = [one | {"name": f"r{number}"} for number in range(replicas)]
+    shown["controller"]["health"][0] |= {"state": "SUSPECT", "reason": "no progress"}
+    console = Console(width=width, height=height, file=open("/dev/null", "w"))  # noqa: SIM115
+    lines = console.render_lines(fitted_view(shown, console))
+    assert len(lines) <= height
+    text = "\n".join("".join(part.text for part in line).rstrip() for line in lines)
+    assert "r1: SUSPECT: no progress" in text
+    assert [name for name in range(replicas) if f"replica r{name}: leased" not in text] == []
+
+
+def test_there_is_as_much_detail_as_the_screen_has_lines_for() -> None:
+    def lines(height: int) -> str:
+        console = Console(width=80, height=height, file=open("/dev/null", "w"))  # noqa: SIM115
+        rows = console.render_lines(fitted_view(picture(), console))
+        return "\n".join("".join(part.text for part in row) for row in rows)
+
+    assert "digests of all ranks" in lines(24)
+    assert "accepted by depth, %: 80 45 4" in lines(16)
+    assert "and 1 more rank" in lines(16)
+    assert "replica r1: leased  tree-15  61.5 tokens/s  2 running, 1 waiting  KV 75%" in lines(8)
+
+
 def test_nothing_answers() -> None:
     silent = picture(serve=None, controller=None, gateway=None)
     assert "no controller answers" in screen(silent)
@@ -271,7 +324,8 @@ def test_measured_figures() -> None:
     assert found["r1: prefill"] == 2000.0
     assert found["r1, tree-15: verify"] == 80.0
     assert found["r1: KV pool in use"] == 0.75
-    assert found["engine.mem_fraction_static"] == 0.93
+    spec = load_spec(ROOT / "clusters" / "rtx-pro-6000-8x" / "deployment.yaml")
+    assert found["engine.mem_fraction_static"] == spec.engine["mem_fraction_static"]
 
 
 def test_limits_are_told_where_they_are_near() -> None:
@@ -292,12 +346,28 @@ def test_limits_are_told_where_they_are_near() -> None:
 
 def test_benchmarks_come_with_date_and_versions() -> None:
     path = ROOT / "docs" / "benchmarks" / "bench_tp2_cpu.json"
-    report = reported(picture(), read_benchmarks([path]))
+    ((_, result),) = read_benchmarks([path])
+    report = reported(picture(), [(str(path), result)])
     rows = [f for s in report.sections for f in s.figures if f.name.startswith("benchmark ")]
     assert len(rows) == len(json.loads(path.read_text())["rows"])
+    loads = {"rows": [{**json.loads(path.read_text())["rows"][0], "load": "64 tokens"}]}
+    (row,) = (f for f in reported(picture(), [("b", result | loads)]).sections[2].figures[-1:])
+    assert row.name.endswith("T=0.0, 64 tokens")
     assert "2026-11-29" in rows[0].source
     assert "sglang 0.5.17" in rows[0].source
+    assert "overstory-tiny" in rows[0].source  # Not the model of this deployment: it is seen.
     assert "overstory bench --json FILE" in notes_of(reported(picture()), "Measured")
+
+
+@pytest.mark.parametrize(("every_s", "said"), [(0.0, "never (control."), (90.0, "every 90 s")])
+def test_how_often_it_looks_at_fragments(every_s: float, said: str) -> None:
+    spec = load_spec(
+        ROOT / "clusters" / "rtx-pro-6000-8x" / "deployment.yaml",
+        (f"control.defrag_every_s={every_s}",),
+    ).model_dump()
+    made = make_report({"name": "k", "endpoint": "e", "spec": spec}, picture(), MADE)
+    found = {f.name: f.value for section in made.sections for f in section.figures}
+    assert found["looks at fragmentation by itself"].startswith(said)
 
 
 def test_markdown_and_json(tmp_path: Path) -> None:
@@ -309,7 +379,23 @@ def test_markdown_and_json(tmp_path: Path) -> None:
     assert json.loads(json.dumps(report.to_dict()))["deployment"] == "kimi"
 
 
-@pytest.mark.parametrize("content", ["{", "{}", '{"rows": 3, "host": {"versions": {}}}'])
+ROWS = '[{"mode": "", "concurrency": 1, "temperature": 0, "tokens_per_s": 1}]'
+HOST = '"host": {"versions": {}, "date": "", "processor": ""}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "{}",
+        "[]",
+        f'{{"rows": 3, {HOST}}}',
+        f'{{"rows": [], {HOST}}}',
+        f'{{"rows": [{{"mode": "plain"}}], {HOST}}}',
+        f'{{"rows": {ROWS}, "host": 1}}',
+        f'{{"rows": {ROWS}, {HOST}, "deployment": 1}}',
+    ],
+)
 def test_a_file_that_is_no_benchmark_is_refused(tmp_path: Path, content: str) -> None:
     file = tmp_path / "b.json"
     file.write_text(content)
