@@ -88,6 +88,7 @@ class Replica:
     tp_size: int
     nodes: int = 1
     ep_size: int = 1
+    redundant: int = 0
     plain_bytes: float = 2.0
 
     @property
@@ -151,7 +152,7 @@ def _experts(replica: Replica, rows: int) -> float:
     one = 3.0 * target.hidden_size * target.expert_width / inner
     widths = weight_widths(target.quantization, replica.plain_bytes)
     experts, chosen = target.routed_experts, target.experts_per_token
-    touched = busiest_group(experts, chosen, rows, replica.ep_size)
+    touched = busiest_group(experts, chosen, rows, replica.ep_size, replica.redundant)
     walked = EXPERT_RATE_PER_SM * gpu.sms * _speed(gpu)
     read = touched * one * widths.experts / min(gpu.dram * EXPERT_EFFICIENCY, walked)
     worked = rows * chosen / replica.ep_size
@@ -186,7 +187,7 @@ def _draft(replica: Replica, batch: int, context: int) -> float:
     drafter, target, gpu, tp = replica.drafter, replica.target, replica.gpu, replica.tp_size
     assert drafter is not None
     rows = batch * drafter.block_size
-    elements = drafter_elements(drafter, target.hidden_size).on_rank(tp)
+    elements = drafter_elements(drafter, target.hidden_size, tp).on_rank(tp)
     kv = 2.0 * max(1, drafter.num_kv_heads // tp) * drafter.head_dim * drafter.num_layers
     seconds = _product(elements, replica.plain_bytes, rows, gpu)
     seconds += batch * context * kv * replica.plain_bytes / gpu.dram

@@ -80,6 +80,7 @@ def make_grid(
         tp_size=spec.tp_size,
         nodes=per_replica,
         ep_size=args.get("ep_size", 1),
+        redundant=args.get("ep_num_redundant_experts") or 0,
     )
     block = settings.drafter.block_size if settings.drafter else 2
     ways = drafts(chain_tokens, block)

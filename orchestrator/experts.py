@@ -23,8 +23,8 @@ class ExpertLoad:
         rows: target rows of all of them.
         touched: distinct routed experts that at least one row chose.
         rows_per_expert: rows that a touched expert works on.
-        touched_by_busiest: distinct experts on the rank that has most (all of `touched` where
-            every rank holds a slice of every expert).
+        touched_by_busiest: held experts, copies among them, that the rank with most of them has
+            to read (all of `touched` where every rank holds a slice of every expert).
         balance: mean over maximum of that, 1.0 where all ranks read the same.
     """
 
@@ -66,31 +66,45 @@ def _highest_of(count: int) -> float:
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
-def busiest_group(experts: int, chosen: int, rows: int, groups: int) -> float:
-    """Expected distinct experts in the group of ranks that has most of them to read."""
+def held_experts(experts: int, chosen: int, rows: int, redundant: int = 0) -> float:
+    """Expected number of held experts, copies among them, that at least one row goes to.
+
+    `redundant` experts have a second copy; each row that chooses one goes to either alike.
+    """
+    copied = min(redundant, experts)
+    alone = distinct_experts(experts, chosen, rows) * (experts - copied) / experts
+    return alone + 2 * copied * (1.0 - (1.0 - chosen / experts / 2) ** rows)
+
+
+def busiest_group(experts: int, chosen: int, rows: int, groups: int, redundant: int = 0) -> float:
+    """Expected held experts in the group of ranks that has most of them to read."""
+    read = held_experts(experts, chosen, rows, redundant)
     if groups == 1:
-        return distinct_experts(experts, chosen, rows)
-    size = experts // groups
-    share = 1.0 - (1.0 - chosen / experts) ** rows
+        return read
+    size = (experts + redundant) // groups
+    share = read / (experts + redundant)
     deviation = math.sqrt(size * share * (1.0 - share))
     return min(float(size), size * share + _highest_of(groups) * deviation)
 
 
 def expert_load(
-    target: TargetFacts, batch: int, rows_per_request: int, ep_size: int = 1
+    target: TargetFacts, batch: int, rows_per_request: int, ep_size: int = 1, redundant: int = 0
 ) -> ExpertLoad:
-    """The load of a step of `batch` requests with `rows_per_request` rows each."""
+    """The load of a step of `batch` requests with `rows_per_request` rows each.
+
+    `redundant` experts of a layer are held twice.
+    """
     experts, chosen = target.routed_experts, target.experts_per_token
     rows = batch * rows_per_request
     touched = distinct_experts(experts, chosen, rows)
-    busiest = busiest_group(experts, chosen, rows, ep_size)
+    busiest = busiest_group(experts, chosen, rows, ep_size, redundant)
     return ExpertLoad(
         batch=batch,
         rows=rows,
         touched=touched,
         rows_per_expert=rows * chosen / touched,
         touched_by_busiest=busiest,
-        balance=touched / ep_size / busiest,
+        balance=held_experts(experts, chosen, rows, redundant) / ep_size / busiest,
     )
 
 
@@ -99,7 +113,8 @@ def plan_experts(
 ) -> ExpertPlan | None:
     """Placement and expected loads; None for a model without routed experts.
 
-    Loads are those of an even router, for which redundant experts change nothing.
+    Loads are those of an even router: there copies only add to what is read; what they are for,
+    uneven popularity, is measured, not planned.
     """
     if not target.routed_experts or not target.experts_per_token:
         return None
@@ -111,6 +126,7 @@ def plan_experts(
         width_per_rank=target.expert_width // inner,
         redundant=redundant,
         loads=tuple(
-            expert_load(target, batch, rows_per_request, ep_size) for batch in PLANNED_BATCHES
+            expert_load(target, batch, rows_per_request, ep_size, redundant)
+            for batch in PLANNED_BATCHES
         ),
     )

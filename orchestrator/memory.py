@@ -1,5 +1,6 @@
 """Memory of one rank, estimated from the model's shape. Pure arithmetic."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -27,6 +28,11 @@ PROCESS_BYTES = {"cpu": 0.9e9, "cuda": 1.5 * GIB}
 # What a GPU rank takes of its node's memory: allowance for pinned buffers and libraries.
 HOST_BYTES_OF_GPU_RANK = 6.0 * GIB
 FRONT_HALF_BYTES = 0.8e9
+ROUNDING_OF_LAYER = 7.0e6
+"""Of a target's layer on a GPU, beyond its weights: torch takes memory in pieces of 2 and 20 MiB.
+What 61 layers took of an H200 beyond their weights (docs/benchmarks/rank_slice_h200.md)."""
+_ROPE_BYTES = 4.0
+"""SGLang keeps its tables of sines and cosines in float32, one for all layers of a model."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +58,9 @@ class Shard:
 class RankMemory:
     """Bytes of one rank; `kv_tokens` is how many tokens its KV pool holds.
 
-    On a GPU `spare` is what `mem_fraction_static` leaves for `request_table`, `graphs` and
-    `workspace`; 0 where the GPU's size is unknown.
+    On a GPU `spare` is what is left beside weights and KV pool for `request_table`, `graphs` and
+    `workspace`; 0 where the GPU's size is unknown. `kv_reserved_per_token` is what SGLang reckons
+    for a token when it sizes the pool, which is not what the token takes.
     """
 
     target_weights: float
@@ -65,6 +72,7 @@ class RankMemory:
     graphs: float = 0.0
     workspace: float = 0.0
     spare: float = 0.0
+    kv_reserved_per_token: float = 0.0
 
     @property
     def kv_pool(self) -> float:
@@ -136,14 +144,27 @@ def plain_elements(t: TargetFacts) -> Shard:
     return norms + router + ends
 
 
+def vision_elements(t: TargetFacts) -> Shard:
+    """The vision tower and its projector: SGLang cuts the attention of the tower alone."""
+    return Shard(t.vision_attention, t.vision_elements - t.vision_attention)
+
+
 def other_elements(t: TargetFacts) -> Shard:
     """All weights of the target's language part but its routed experts, as in the checkpoint."""
     return attention_elements(t) + dense_elements(t) + shared_elements(t) + plain_elements(t)
 
 
-def drafter_elements(d: DrafterFacts, target_hidden: int) -> Shard:
-    """Weights of the drafter, as in its checkpoint (embedding and head are the target's)."""
-    heads = Shard(2 * d.hidden_size * d.head_dim * (d.num_heads + d.num_kv_heads))
+def drafter_elements(d: DrafterFacts, target_hidden: int, tp_size: int = 1) -> Shard:
+    """Weights of the drafter, as in its checkpoint (embedding and head are the target's).
+
+    Args:
+        d: the drafter.
+        target_hidden: width of the target's states, which it reads.
+        tp_size: ranks that it is cut over. Beyond one for each of its key/value heads, several
+            hold the same head.
+    """
+    kv_heads = max(d.num_kv_heads, tp_size)
+    heads = Shard(2 * d.hidden_size * d.head_dim * (d.num_heads + kv_heads))
     mlp = Shard(3 * d.hidden_size * d.mlp_width)
     norms = Shard(whole=2 * d.hidden_size + 2 * d.head_dim)
     features = max(1, len(d.target_layer_ids)) * target_hidden
@@ -156,21 +177,36 @@ def checkpoint_bytes(t: TargetFacts, dtype: str = "auto") -> float:
     return _weight_bytes(t, dtype, 1)
 
 
-def weight_bytes(t: TargetFacts, dtype: str, tp_size: int, redundant: int = 0) -> float:
-    """Bytes of the target's weights on one of `tp_size` ranks.
+def exchanges_tokens(flags: Mapping[str, Any]) -> bool:
+    """Whether ranks send tokens to each other's experts (`moe_a2a_backend`)."""
+    return flags.get("moe_a2a_backend") not in (None, "none", "ascend_tp")
 
-    Each layer holds `redundant` copies of experts more (`ep_num_redundant_experts`).
+
+def weight_bytes(
+    t: TargetFacts, dtype: str, tp_size: int, redundant: int = 0, shared_whole: bool = False
+) -> float:
+    """Bytes of the target's weights on one of `tp_size` ranks.
 
     SGLang keeps the absorbed half of `kv_b_proj` in the plain type even where the checkpoint is
     quantised.
+
+    Args:
+        t: the target.
+        dtype: the flag of that name.
+        tp_size: ranks.
+        redundant: copies of experts that each layer holds more (`ep_num_redundant_experts`).
+        shared_whole: every rank holds all of the shared experts (`exchanges_tokens`).
     """
     plain = dtype_bytes(t.dtype if dtype == "auto" else dtype)
     absorbed = absorbed_elements(t).on_rank(tp_size) * plain
-    copies = 0.0
+    more, widths = 0.0, weight_widths(t.quantization, plain)
     if redundant and t.routed_experts:
-        width = weight_widths(t.quantization, plain).experts
-        copies = expert_elements(t).on_rank(tp_size) * width * redundant / t.routed_experts
-    return _weight_bytes(t, dtype, tp_size) + absorbed + copies
+        copies = expert_elements(t).on_rank(tp_size) * redundant / t.routed_experts
+        more += copies * widths.experts
+    if shared_whole:
+        shared = shared_elements(t)
+        more += (shared.on_rank(1) - shared.on_rank(tp_size)) * widths.shared
+    return _weight_bytes(t, dtype, tp_size) + absorbed + more
 
 
 def _weight_bytes(t: TargetFacts, dtype: str, tp_size: int) -> float:
@@ -181,7 +217,7 @@ def _weight_bytes(t: TargetFacts, dtype: str, tp_size: int) -> float:
         (attention_elements(t), widths.attention),
         (shared_elements(t), widths.shared),
         (dense_elements(t), widths.dense),
-        (plain_elements(t) + Shard(whole=t.vision_elements), plain),
+        (plain_elements(t) + vision_elements(t), plain),
     )
     return sum(elements.on_rank(tp_size) * width for elements, width in groups)
 
@@ -193,11 +229,33 @@ def kv_bytes_per_token(
 
     The target's MLA latent is whole on every rank; the drafter's heads are cut over the ranks.
     """
-    latent = (t.kv_lora_rank + t.rope_dim) * t.num_layers
     heads = 0
     if d is not None:
         heads = 2 * max(1, d.num_kv_heads // tp_size) * d.head_dim * d.num_layers
-    return (latent + heads) * element_bytes
+    return (_latent(t) + heads) * element_bytes
+
+
+def _latent(t: TargetFacts) -> int:
+    """Elements that one token takes in the target's pool."""
+    return (t.kv_lora_rank + t.rope_dim) * t.num_layers
+
+
+def kv_reserved_per_token(t: TargetFacts, d: DrafterFacts | None, element_bytes: float) -> float:
+    """Bytes that SGLang reckons for a token when it sizes the pools.
+
+    It takes a layer of the drafter to be as wide as one of the target (its
+    `scale_kv_cell_size_per_token_for_dflash`), so pools hold fewer tokens than would fit.
+    """
+    target = _latent(t) * element_bytes
+    if d is None or not t.num_layers:
+        return target
+    return float(-(-target * (t.num_layers + d.num_layers) // t.num_layers))
+
+
+def rope_bytes(t: TargetFacts, d: DrafterFacts | None) -> tuple[float, float]:
+    """Tables of sines and cosines of target and drafter, whole on every rank."""
+    drafter = 0.0 if d is None else _ROPE_BYTES * d.max_positions * d.head_dim
+    return _ROPE_BYTES * t.max_positions * t.rope_dim, drafter
 
 
 def estimate_rank(
@@ -214,15 +272,17 @@ def estimate_rank(
         flags: resolved engine flags (`engine_flags`): `tp_size`, `dtype`, `max_total_tokens`,
             `mem_fraction_static`, ...
         device: `cpu` or `cuda`.
-        gpu_bytes: memory of the rank's GPU (its share of it). On `cuda` without
-            `max_total_tokens` the KV pool fills what `mem_fraction_static` leaves; 0 if unknown.
+        gpu_bytes: memory of the rank's GPU (its share of it), 0 if unknown. On `cuda` the KV pool
+            fills what `mem_fraction_static` leaves, but for `max_total_tokens`.
     """
     tp_size, dtype = flags["tp_size"], flags.get("dtype", "auto")
-    weights = weight_bytes(target, dtype, tp_size, flags.get("ep_num_redundant_experts") or 0)
+    redundant = flags.get("ep_num_redundant_experts") or 0
+    weights = weight_bytes(target, dtype, tp_size, redundant, exchanges_tokens(flags))
     width = dtype_bytes(target.dtype if dtype == "auto" else dtype)
     draft = 0.0
     if drafter is not None:
-        draft = drafter_elements(drafter, target.hidden_size).on_rank(tp_size) * width
+        elements = drafter_elements(drafter, target.hidden_size, tp_size)
+        draft = elements.on_rank(tp_size) * width
     cache_dtype = flags.get("kv_cache_dtype", "auto")
     element = width if cache_dtype == "auto" else dtype_bytes(cache_dtype)
     per_token = kv_bytes_per_token(target, drafter, element, tp_size)
@@ -232,22 +292,28 @@ def estimate_rank(
     tokens = flags.get("max_total_tokens")
     if device == "cpu":
         return RankMemory(weights, draft, per_token, tokens or 0, table, process)
+    tables = rope_bytes(target, drafter)
+    weights += tables[0] + ROUNDING_OF_LAYER * target.num_layers
+    draft += tables[1]
     fraction = flags.get("mem_fraction_static") or gpu_memory.default_fraction(
         flags, gpu_bytes, multimodal=target.vision_elements > 0
     )
     # SGLang divides what was free before the weights came.
     free = max(0.0, gpu_bytes - process)
-    room = int(max(0.0, free * fraction - weights - draft) / per_token)
+    reserved = kv_reserved_per_token(target, drafter, element)
+    room = int(max(0.0, free * fraction - weights - draft) / reserved)
+    held = room if tokens is None else min(tokens, room) if gpu_bytes else tokens
     return RankMemory(
         target_weights=weights,
         drafter_weights=draft,
         kv_bytes_per_token=per_token,
-        kv_tokens=room if tokens is None else tokens,
+        kv_tokens=held,
         request_table=table,
         process=process,
         graphs=gpu_memory.graph_bytes(target, drafter, flags, gpu_bytes),
         workspace=gpu_memory.workspace_bytes(target, drafter, flags, gpu_bytes),
-        spare=free * (1 - fraction),
+        spare=max(0.0, free - weights - draft - held * per_token),
+        kv_reserved_per_token=reserved,
     )
 
 

@@ -6,10 +6,7 @@ from overstory.orchestrator.spec import DeploymentSpec
 
 
 def _smaller_kv(settings: EngineSettings) -> str:
-    args = settings.server_args
-    cache = args.get("kv_cache_dtype", "auto")
-    if args.get("attention_backend") == "overstory":
-        return ""  # it computes in bfloat16
+    cache = settings.server_args.get("kv_cache_dtype", "auto")
     if cache in ("auto", "bfloat16", "bf16"):
         return ", set engine.kv_cache_dtype: fp8_e4m3 (half the bytes)"
     return ""
@@ -41,7 +38,7 @@ def _pool_fault(
     return (
         f"engine.context_length: one request of {wanted} tokens and {rows} rows of its trees do "
         f"not fit the KV pool, which has room for {max(0, room)} tokens of "
-        f"{memory.kv_bytes_per_token:.0f} B; {lower}, raise engine.mem_fraction_static (now "
+        f"{memory.kv_reserved_per_token:.0f} B; {lower}, raise engine.mem_fraction_static (now "
         f"{args.get('mem_fraction_static') or 'by SGLang'}) or engine.tp_size (now {spec.tp_size})"
         f"{_smaller_kv(settings)}"
     )
@@ -55,12 +52,13 @@ def gpu_faults(
         return []
     if fault := _weights_fault(spec, memory, gpu_bytes):
         return [fault]
-    free = gpu_bytes - memory.process - memory.target_weights - memory.drafter_weights
-    most = int(free / memory.kv_bytes_per_token)
-    if memory.kv_tokens > most:
+    asked = settings.server_args.get("max_total_tokens") or 0
+    if asked > memory.kv_tokens:  # SGLang would go on with fewer
         return [
-            f"engine.max_total_tokens: got {memory.kv_tokens}, beside the weights a GPU has room "
-            f"for {most} tokens; lower it or raise engine.tp_size (now {spec.tp_size})"
+            f"engine.max_total_tokens: got {asked}, beside the weights engine.mem_fraction_static "
+            f"(now {settings.server_args.get('mem_fraction_static') or 'by SGLang'}) leaves room "
+            f"for {memory.kv_tokens} tokens; lower the one, raise the other or engine.tp_size "
+            f"(now {spec.tp_size})"
         ]
     fault = _pool_fault(spec, settings, memory, memory.kv_tokens)
     return [fault] if fault else []

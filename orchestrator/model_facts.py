@@ -9,7 +9,9 @@ from typing import Any
 from overstory.orchestrator.errors import UserFault
 
 _DFLASH_ARCHITECTURE = "DFlashDraftModel"
-_DEFAULT_BLOCK_SIZE = 16  # SGLang's own, where a DFlash config names none.
+# SGLang's own, where a DFlash config names none.
+_DEFAULT_BLOCK_SIZE = 16
+_DEFAULT_POSITIONS = 32768
 
 
 class PlanError(UserFault, ValueError):
@@ -46,7 +48,9 @@ class TargetFacts:
     quantization: Mapping[str, Any]
     experts_per_token: int = 0
     vision_elements: int = 0
-    """Weights of a multimodal model's vision tower and projector, whole on every rank."""
+    """Weights of a multimodal model's vision tower and projector."""
+    vision_attention: int = 0
+    """Those of them that are the tower's attention."""
 
     @property
     def moe_layers(self) -> int:
@@ -70,6 +74,7 @@ class DrafterFacts:
     num_target_layers: int | None
     target_layer_ids: tuple[int, ...]
     mask_token_id: int | None
+    max_positions: int = 0
 
 
 def _read_config(key: str, path: str) -> dict[str, Any]:
@@ -106,18 +111,21 @@ def _reader(key: str, path: str, config: Mapping[str, Any]) -> Callable[..., int
     return read
 
 
-def _vision_elements(vision: Mapping[str, Any]) -> int:
-    """Weights of a MoonViT tower with its patch merger, the one kind that MLA models come with."""
+def _vision_elements(vision: Mapping[str, Any]) -> tuple[int, int]:
+    """Weights of a MoonViT tower with its patch merger, the one kind that MLA models come with; of
+    these, those of its attention."""
     hidden, width = vision.get("vt_hidden_size"), vision.get("vt_intermediate_size")
     if not hidden or not width:
-        return 0
-    layers = vision["vt_num_hidden_layers"] * (4 * hidden * hidden + 2 * hidden * width)
+        return 0, 0
+    attention = vision["vt_num_hidden_layers"] * 4 * hidden * hidden
+    layers = attention + vision["vt_num_hidden_layers"] * 2 * hidden * width
     patches = hidden * (
         3 * vision["patch_size"] ** 2 + vision["init_pos_emb_height"] * vision["init_pos_emb_width"]
     )
     down, right = vision["merge_kernel_size"]
     merged = vision["mm_hidden_size"] * down * right
-    return layers + patches + merged * merged + merged * vision["text_hidden_size"]
+    whole = layers + patches + merged * merged + merged * vision["text_hidden_size"]
+    return whole, attention
 
 
 def read_target(path: str) -> TargetFacts:
@@ -148,6 +156,7 @@ def target_from_config(path: str, config: Mapping[str, Any]) -> TargetFacts:
     read = _reader("model", path, config)
     layers = read("num_hidden_layers")
     experts = read("n_routed_experts", 0)
+    vision, vision_attention = _vision_elements(outer.get("vision_config") or {})
     return TargetFacts(
         path=path,
         vocab_size=read("vocab_size"),
@@ -169,7 +178,8 @@ def target_from_config(path: str, config: Mapping[str, Any]) -> TargetFacts:
         dtype=str(config.get("dtype") or config.get("torch_dtype") or outer.get("dtype")),
         quantization=config.get("quantization_config") or outer.get("quantization_config") or {},
         experts_per_token=read("num_experts_per_tok", 0),
-        vision_elements=_vision_elements(outer.get("vision_config") or {}),
+        vision_elements=vision,
+        vision_attention=vision_attention,
     )
 
 
@@ -217,4 +227,5 @@ def drafter_from_config(path: str, config: Mapping[str, Any]) -> DrafterFacts:
         num_target_layers=None if targets is None else read("num_target_layers"),
         target_layer_ids=tuple(ids or ()),
         mask_token_id=merged.get("mask_token_id"),
+        max_positions=read("max_position_embeddings", _DEFAULT_POSITIONS),
     )

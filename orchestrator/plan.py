@@ -17,6 +17,7 @@ from overstory.orchestrator.memory import (
     HOST_BYTES_OF_GPU_RANK,
     RankMemory,
     estimate_rank,
+    exchanges_tokens,
     longest_context,
 )
 from overstory.orchestrator.memory_faults import gpu_faults, gpu_warnings
@@ -147,7 +148,13 @@ def split_faults(target: TargetFacts, drafter: DrafterFacts | None, tp: int, ep:
 def balance_faults(target: TargetFacts, args: Mapping[str, Any]) -> list[str]:
     """Why SGLang could not balance experts as asked, which it says by failed assertions."""
     ep, redundant = args.get("ep_size", 1), args.get("ep_num_redundant_experts") or 0
+    exchange, tp = args.get("moe_a2a_backend"), args["tp_size"]
     faults = []
+    if exchanges_tokens(args) and ep != tp:
+        faults.append(
+            f"engine.moe_a2a_backend: {exchange} makes SGLang set ep_size to tp_size; set "
+            f"engine.ep_size to {tp} (now {ep}), or leave moe_a2a_backend out"
+        )
     if args.get("enable_eplb") and ep == 1:
         faults.append(
             "engine.enable_eplb: got true with engine.ep_size 1, where every rank holds a slice of "

@@ -17,6 +17,8 @@ def _memory_lines(memory: RankMemory) -> Iterator[str]:
     yield f"  target weights             {_size(memory.target_weights)}"
     yield f"  drafter weights            {_size(memory.drafter_weights)}"
     per_token = f"{memory.kv_tokens} tokens x {memory.kv_bytes_per_token:.0f} B"
+    if memory.kv_reserved_per_token > memory.kv_bytes_per_token:
+        per_token += f", SGLang reckons {memory.kv_reserved_per_token:.0f} B"
     yield f"  KV pool, both models       {_size(memory.kv_pool)} ({per_token})"
     yield f"  request table              {_size(memory.request_table)}"
     if memory.graphs or memory.workspace:

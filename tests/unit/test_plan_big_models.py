@@ -17,6 +17,7 @@ from overstory.orchestrator.memory import (
     drafter_elements,
     expert_elements,
     other_elements,
+    weight_bytes,
 )
 from overstory.orchestrator.model_facts import (
     PlanError,
@@ -59,7 +60,7 @@ def document(model: str = KIMI, tp: int = 8, **engine: Any) -> dict[str, Any]:
         "resources": {"device": "cuda", "cpus_per_rank": 4},
         "engine": {
             "tp_size": tp,
-            "mem_fraction_static": 0.93,
+            "mem_fraction_static": 0.94,
             "max_running_requests": 32,
             "cuda_graph_max_bs_decode": 32,
             "chunked_prefill_size": 4096,
@@ -172,6 +173,95 @@ def test_kimi_over_two_nodes() -> None:
     assert plan.memory.target_weights < 0.55 * planned().memory.target_weights
 
 
+def by_hand(tp: int) -> float:
+    """Bytes of Kimi's language part on a rank of `tp`, layer by layer, from its config.json."""
+    hidden, layers, sparse, heads = 7168, 61, 60, 64 // tp
+    attention = 2 * (
+        hidden * (1536 + 512 + 64)  # into the latents: whole on every rank
+        + (1536 + 512)  # their norms
+        + 1536 * heads * (128 + 64)  # queries
+        + 2 * 512 * heads * (128 + 128)  # keys and values; SGLang keeps them a second time, split
+        + heads * 128 * hidden  # out
+    )
+    experts = 384 * 3 * hidden * (2048 // tp) * (4 / 8 + 2 / 32)  # INT4, a bfloat16 scale for 32
+    shared = 2 * 3 * hidden * (2048 // tp)
+    router = 2 * 384 * (hidden + 1)
+    dense = 2 * 3 * hidden * (18432 // tp)  # the first layer
+    ends = 2 * 2 * (163840 // tp) * hidden  # embedding and head
+    norms = 2 * (2 * layers + 1) * hidden
+    return layers * attention + sparse * (experts + shared + router) + dense + ends + norms
+
+
+def deepseek_by_hand(tp: int) -> float:
+    """The same of DeepSeek-V3: blocks of 128 x 128 in fp8, each with a scale of 4 bytes."""
+    hidden, layers, sparse, heads, fp8 = 7168, 61, 58, 128 // tp, 1 + 4 / 128**2
+    kept = 512 * heads * (128 + 128)
+    attention = fp8 * (
+        hidden * (1536 + 576) + 1536 + 512 + 1536 * heads * 192 + kept + heads * 128 * hidden
+    )
+    attention += 2 * kept  # split, in bfloat16
+    experts = fp8 * (256 + 1) * 3 * hidden * (2048 // tp)
+    router = 2 * 256 * (hidden + 1)
+    dense = fp8 * 3 * 3 * hidden * (18432 // tp)
+    ends = 2 * 2 * (129280 // tp) * hidden
+    norms = 2 * (2 * layers + 1) * hidden
+    return layers * attention + sparse * (experts + router) + dense + ends + norms
+
+
+@pytest.mark.parametrize("tp", [8, 16])
+def test_weights_of_a_rank_by_hand(tp: int) -> None:
+    assert weight_bytes(facts(THINKING), "auto", tp) == pytest.approx(by_hand(tp), rel=1e-9)
+    deepseek = weight_bytes(facts(DEEPSEEK), "auto", tp)
+    assert deepseek == pytest.approx(deepseek_by_hand(tp), rel=1e-9)
+    tower = 27 * (4 * 1152**2 // tp + 2 * 1152 * 4304)  # SGLang cuts its attention alone
+    patches = 1152 * (3 * 14**2 + 64 * 64)
+    projector = (4 * 1152) ** 2 + 4 * 1152 * 7168
+    vision = weight_bytes(facts(KIMI), "auto", tp) - by_hand(tp)
+    assert vision == pytest.approx(2 * (tower + patches + projector), rel=1e-6)
+
+
+@pytest.mark.parametrize(("tp", "kv_heads"), [(8, 1), (16, 1)])
+def test_drafter_of_a_rank_by_hand(tp: int, kv_heads: int) -> None:
+    """At TP 16 two ranks hold the same of the 8 key/value heads."""
+    layer = 7168 * 128 * (2 * 64 // tp + 2 * kv_heads) + 3 * 7168 * (18432 // tp)
+    norms = 6 * (2 * 7168 + 2 * 128) + 2 * 7168
+    table = 4 * 262144 * 128  # sines and cosines
+    wanted = 2 * (6 * layer + 6 * 7168 * 7168 + norms) + table
+    plan = planned(nodes=tp // 8, tp=tp)
+    assert plan.memory.drafter_weights == pytest.approx(wanted, rel=1e-9)
+    assert plan.memory.kv_bytes_per_token == 2 * (61 * 576 + 6 * 2 * kv_heads * 128)
+
+
+def test_a_rank_weighs_what_it_took_of_an_h200() -> None:
+    """SGLang's own words for one rank of eight without a vision tower
+    (docs/benchmarks/rank_slice_h200.md)."""
+    memory = planned(model=THINKING).memory
+    assert memory.target_weights / GIB == pytest.approx(71.54, rel=1e-3)
+    assert memory.drafter_weights / GIB == pytest.approx(1.45, rel=0.01)
+
+
+def test_the_pool_is_sized_by_what_sglang_reckons() -> None:
+    """A drafter's layer is reckoned as one of the target's; it takes a fifth of that."""
+    memory = planned().memory
+    assert memory.kv_reserved_per_token == 2 * 576 * (61 + 6)
+    weights = memory.target_weights + memory.drafter_weights
+    free = RTX_PRO_6000.memory - memory.process
+    held = memory.kv_tokens * memory.kv_reserved_per_token
+    assert held == pytest.approx(0.94 * free - weights, rel=1e-5)
+    assert memory.spare == pytest.approx(free - weights - memory.kv_pool)
+
+
+@pytest.mark.parametrize("asked", [50_000, 5_000_000])
+def test_a_pool_given_by_hand(asked: int) -> None:
+    if asked < 100_000:
+        assert planned(max_total_tokens=asked, context_length=40_000).memory.kv_tokens == asked
+        return
+    said = refused(max_total_tokens=asked, context_length=40_000)
+    room = planned(context_length=40_000).memory.kv_tokens
+    assert f"engine.max_total_tokens: got {asked}" in said
+    assert f"engine.mem_fraction_static (now 0.94) leaves room for {room} tokens" in said
+
+
 @pytest.mark.parametrize(("model", "least"), [(THINKING, 200_000), (DEEPSEEK, 100_000)])
 def test_others_on_one_node(model: str, least: int) -> None:
     assert dict(planned(model=model).contexts)[1] >= least
@@ -222,6 +312,16 @@ def test_balancing_that_the_engine_cannot_do_is_refused() -> None:
     said = refused(ep_size=8, ep_num_redundant_experts=12)
     assert "engine.ep_num_redundant_experts: got 12" in said
     assert "take a multiple of 8" in said
+    said = refused(moe_a2a_backend="deepep")
+    assert "engine.moe_a2a_backend: deepep" in said
+    assert "set engine.ep_size to 8 (now 1)" in said
+
+
+def test_ranks_that_exchange_tokens_hold_the_shared_experts_whole() -> None:
+    shared = 60 * 2 * 3 * 7168 * 2048
+    settings: dict[str, Any] = {"ep_size": 8, "context_length": 50_000}
+    whole = planned(moe_a2a_backend="deepep", **settings).memory.target_weights
+    assert whole - planned(**settings).memory.target_weights == pytest.approx(shared * 7 / 8)
 
 
 def test_a_plan_shows_all_of_it() -> None:
@@ -308,11 +408,13 @@ def test_our_attention_takes_the_published_width_of_keys() -> None:
     assert kernel_faults(target, 8, {}) == []
 
 
+@pytest.mark.parametrize("setting", ["port", "token_port"])
 @pytest.mark.parametrize("port", [6379, 8265, 12000])
-def test_ports_that_ray_uses_are_warned_about(port: int) -> None:
-    spec = parse_spec({**document(), "gateway": {"port": port}})
+def test_ports_that_ray_uses_are_warned_about(port: int, setting: str) -> None:
+    spec = parse_spec({**document(), "gateway": {setting: port}})
     warnings = make_plan(spec, [node()], published=True).warnings
-    assert any(line.startswith("gateway.port:") for line in warnings)
+    named = [line.split(":")[0] for line in warnings if line.startswith("gateway.")]
+    assert named == [f"gateway.{setting}"]
 
 
 # ---------------------------------------------------------------------------------- pieces

@@ -46,6 +46,36 @@ def test_busiest_group_as_drawn(rows: int, groups: int) -> None:
     assert busiest_group(EXPERTS, CHOSEN, rows, groups) == pytest.approx(drawn, rel=0.05)
 
 
+def draw_copies(rows: int, groups: int, copies: int, times: int = 300) -> float:
+    """Mean of the held experts that the group with most of them reads. The first experts have a
+    copy, as SGLang lays them out to begin with; a row goes to either."""
+    source, held = random.Random(7), EXPERTS + copies
+    most = 0
+    for _ in range(times):
+        read = set()
+        for _ in range(rows):
+            for expert in source.sample(range(EXPERTS), CHOSEN):
+                twice = expert < copies and source.random() < 0.5
+                read.add(expert + EXPERTS if twice else expert)
+        most += max(sum(e * groups // held == g for e in read) for g in range(groups))
+    return most / times
+
+
+@pytest.mark.parametrize("rows", [9, 33, 128, 512])
+def test_copies_of_experts_are_read_too(rows: int, kimi: TargetFacts) -> None:
+    load = expert_load(kimi, rows, 1, ep_size=8, redundant=16)
+    assert load.touched_by_busiest == pytest.approx(draw_copies(rows, 8, 16), rel=0.05)
+    assert load.touched == pytest.approx(distinct_experts(EXPERTS, CHOSEN, rows))
+    assert load.balance <= 1.0
+
+
+def test_with_many_rows_a_rank_reads_all_that_it_holds(kimi: TargetFacts) -> None:
+    plan = plan_experts(kimi, 8, 8, 32, redundant=16)
+    assert plan is not None
+    assert plan.experts_per_rank == 50
+    assert plan.loads[-1].touched_by_busiest == pytest.approx(50, rel=1e-6)
+
+
 def test_one_row_touches_what_it_chooses() -> None:
     assert distinct_experts(EXPERTS, CHOSEN, 1) == pytest.approx(CHOSEN)
 
