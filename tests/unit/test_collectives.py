@@ -7,6 +7,7 @@ import gc
 import json
 import signal
 import socket
+import threading
 import time
 
 import pytest
@@ -23,7 +24,10 @@ from overstory.workers.collectives import (
     Seat,
     TransferTimeout,
     connect,
+    meeting,
+    nccl,
 )
+from overstory.workers.collectives.meeting import Line
 
 AWAY_S = 8.0
 """A loss must show long before the transfer's own limit, and this is before it."""
@@ -203,3 +207,68 @@ def test_what_makes_no_sense_is_refused() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(CollectivesUnavailable, match="torch sees none"):
             connect("nccl", Seat("alone", 0, 1), Door(), torch.device("cuda", 0))
+
+
+class _SlowNccl:
+    """Its init ends when it is let, far too late."""
+
+    def __init__(self) -> None:
+        self.may, self.aborted = threading.Event(), threading.Event()
+
+    def NcclCommunicator(self, *_: object) -> _SlowNccl:
+        self.may.wait(AWAY_S)
+        return self
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+def test_an_init_of_nccl_that_comes_too_late_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(nccl, "_touch", lambda *_: None)
+    library = _SlowNccl()
+    line = Line(Seat("late", 0, 1), {}, [[0]])
+    try:
+        with pytest.raises(CollectiveError, match=r"NCCL did not start in 0\.2 s"):
+            nccl._start(library, line, CPU, 0.2)
+        assert not library.aborted.is_set()
+        library.may.set()
+        assert library.aborted.wait(AWAY_S)
+    finally:
+        line.close()
+
+
+def test_half_a_message_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that stalls in the middle of a word is lost, and to close waits for nobody."""
+    monkeypatch.setattr(meeting, "_SAY_S", 0.5)
+    for patient in (True, False):
+        door = Door()
+        where = json.loads(door.ticket)
+        stranger = socket.create_connection((where["host"], where["port"]))
+        hello = {"name": "half", "rank": 1, "size": 2, "token": where["token"], "gives": None}
+        meeting._send(stranger, hello)
+        line = door.gather(Seat("half", 0, 2), 5.0, lambda _: None)
+        stranger.sendall(b"\x99\x00\x00\x00{")
+        if patient:
+            lost = line.await_loss(AWAY_S)
+            assert lost is not None
+            assert lost.rank == 1
+        begun = time.monotonic()
+        line.close()
+        assert time.monotonic() - begun < 0.4
+        stranger.close()
+
+
+def test_a_stranger_who_says_something_else_keeps_nobody_out() -> None:
+    door = Door()
+    where = json.loads(door.ticket)
+    with socket.create_connection((where["host"], where["port"])) as stranger:
+        stranger.sendall(b"\x02\x00\x00\x00[]")
+        peer = Peer(door.ticket, Seat("test", 1, 2), _nothing, 5.0)
+        try:
+            comm = connect("tcp", Seat("test", 0, 2), door, CPU, init_s=AWAY_S)
+            comm.close()
+        finally:
+            peer.end()

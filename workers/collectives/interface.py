@@ -6,6 +6,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from overstory.workers.collectives.errors import PeerLost
+
 Kind = Literal["nccl", "tcp"]
 
 
@@ -22,6 +24,10 @@ class Communicator(Protocol):
     rank: int
     size: int
     device: torch.device
+
+    @property
+    def lost(self) -> PeerLost | None:
+        """The first loss of a rank that was noticed. From any thread."""
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """To one rank, which calls `receive`."""

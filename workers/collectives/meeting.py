@@ -37,6 +37,10 @@ LEAVING_S = 1.0
 
 _HELLO_S = 5.0
 """How long a stranger may hold up the door."""
+_SAY_S = 5.0
+"""How long half a message is waited for, or room for one: a peer that stalls holds nobody up."""
+_SILENT_S = 20
+"""A host that is gone without a word (power, cable) answers no keep-alive for so long."""
 
 
 Give = Callable[[str], Any]
@@ -146,6 +150,9 @@ class Line:
             with contextlib.suppress(OSError):
                 _send(peer, {"bye": self.seat.rank})
         os.write(self._wake_write, b"x")
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):  # The watcher may be in the middle of a message.
+                peer.shutdown(socket.SHUT_RDWR)
         if threading.current_thread() is not self._watcher:
             self._watcher.join()
         for peer in self._peers.values():
@@ -166,9 +173,9 @@ class Line:
                 if not ready:
                     assert left is not None
                     self._note(left, "closed its communicator")
+                if any(key.data is None for key, _ in ready):
+                    return
                 for key, _ in ready:
-                    if key.data is None:
-                        return
                     rank, how, word = _news(self._peers[key.data], key.data)
                     if word is not None:
                         self._words.put((rank, word))
@@ -271,7 +278,7 @@ class Door:
         if reason:
             peer.close()
         else:
-            peer.settimeout(None)
+            _watched(peer)
             present[int(hello["rank"])] = peer
             gifts[int(hello["rank"])] = hello["gives"]
         return True
@@ -326,7 +333,7 @@ def join(ticket: bytes, seat: Seat, deadline_s: float, give: Give) -> Line:
             raise CollectiveError(f"communicator {seat.name}: {answer['refused']}")
         if "missing" in answer:
             raise RankMissing(seat.name, answer["missing"], float(answer["waited_s"]))
-        peer.settimeout(None)
+        _watched(peer)
         return Line(seat, {0: peer}, answer["go"])
     except (OSError, EOFError) as error:
         peer.close()
@@ -347,6 +354,19 @@ def _connect(host: str, port: int, seat: Seat, deadline: float, deadline_s: floa
             time.sleep(min(_RETRY_S, left))
 
 
+def _watched(peer: socket.socket) -> None:
+    """A connection that stays open: nobody waits on it for long, and a host that vanished shows."""
+    peer.settimeout(_SAY_S)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, _SILENT_S // 2),
+        (socket.TCP_KEEPINTVL, _SILENT_S // 4),
+        (socket.TCP_KEEPCNT, 2),
+        (socket.TCP_USER_TIMEOUT, _SILENT_S * 1000),
+    ):
+        peer.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
 def _send(peer: socket.socket, message: dict[str, Any]) -> None:
     body = json.dumps(message).encode()
     peer.sendall(_HEADER.pack(len(body)) + body)
@@ -357,7 +377,9 @@ def _receive(peer: socket.socket) -> dict[str, Any]:
     (length,) = _HEADER.unpack(_read(peer, _HEADER.size))
     if length > _LONGEST:
         raise ValueError(f"a message of {length} bytes")
-    message: dict[str, Any] = json.loads(_read(peer, length))
+    message = json.loads(_read(peer, length))
+    if not isinstance(message, dict):
+        raise ValueError(f"wanted a message, got {str(message)[:80]}")
     return message
 
 

@@ -16,6 +16,7 @@ import torch
 from overstory.workers.collectives.errors import (
     CollectiveError,
     CollectivesUnavailable,
+    PeerLost,
     TransferTimeout,
 )
 from overstory.workers.collectives.meeting import Door, Line, Seat, meet
@@ -74,6 +75,11 @@ class NcclCommunicator:
         target, _ = self._bytes(whole)
         self._call("allGather", address, target, count, _uint8(), self._stream())
         return list(whole)
+
+    @property
+    def lost(self) -> PeerLost | None:
+        """See `Communicator`."""
+        return self._line.lost
 
     def tell(self, word: Any, to: int) -> None:
         """See `Communicator`."""
@@ -186,8 +192,11 @@ def loaded_libraries(name: str) -> list[str]:
 
 
 def _start(library: Any, line: Line, device: torch.device, init_s: float) -> Any:
-    """NCCL's own init, in a thread: it cannot be told how long it may take."""
+    """NCCL's own init, in a thread: it cannot be told how long it may take. One that comes too late
+    is given back by its thread."""
     outcome: list[Any] = []
+    given_up = False
+    deciding = threading.Lock()
 
     def init() -> None:
         try:
@@ -195,7 +204,11 @@ def _start(library: Any, line: Line, device: torch.device, init_s: float) -> Any
             seat = line.seat
             comm = library.NcclCommunicator(seat.size, bytes(line.book[0]), seat.rank)
             _touch(library, comm, seat, device)
-            outcome.append(comm)
+            with deciding:
+                if not given_up:
+                    outcome.append(comm)
+                    return
+            comm.abort()
         except BaseException as error:
             outcome.append(error)
 
@@ -204,7 +217,9 @@ def _start(library: Any, line: Line, device: torch.device, init_s: float) -> Any
     deadline = time.monotonic() + init_s
     while thread.is_alive() and time.monotonic() < deadline and line.lost is None:
         thread.join(0.05)
-    if not outcome:
+    with deciding:
+        given_up = not outcome
+    if given_up:
         raise line.lost or CollectiveError(
             f"communicator {line.seat.name}: NCCL did not start in {init_s:g} s though all ranks "
             "came; NCCL_DEBUG=INFO tells more"

@@ -98,6 +98,11 @@ class TcpCommunicator:
                     self.receive(parts[rank], rank)
         return [part.clone() if part is tensor else part for part in parts]
 
+    @property
+    def lost(self) -> PeerLost | None:
+        """See `Communicator`."""
+        return self._line.lost
+
     def tell(self, word: Any, to: int) -> None:
         """See `Communicator`."""
         self._line.tell(word, to)
@@ -116,6 +121,7 @@ class TcpCommunicator:
     def close(self) -> None:
         """See `Communicator`."""
         self._closed = True
+        self._cut()  # Closing alone would not wake a thread that waits for a peer that stalls.
         self._line.close()
         for link in self._links.values():
             link.close()
@@ -139,7 +145,7 @@ class TcpCommunicator:
             ) from error
 
     def _cut(self) -> None:
-        """From the line's thread: whoever waits is to stop."""
+        """From any thread: whoever waits is to stop. What was sent still arrives."""
         for link in self._links.values():
             try:
                 link.shutdown(socket.SHUT_RDWR)

@@ -7,6 +7,7 @@ the one before is taken out.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from overstory.workers.collectives import CollectiveError, Communicator
+from overstory.workers.collectives import CollectiveError, Communicator, TransferTimeout
 
 PIECE_BYTES = {"tcp": 64 << 20, "nccl": 512 << 20}
 """Largest piece. Smaller ones leave NVLink waiting between them (docs/hand-off.md)."""
@@ -58,9 +59,13 @@ class Conveyor:
     Args:
         communicator: of both ranks.
         piece_bytes: largest piece; twice that is held while a transfer runs.
+        limit_s: longest for all pieces that `receive` takes; each has the communicator's own too.
     """
 
-    def __init__(self, communicator: Communicator, piece_bytes: int) -> None:
+    def __init__(
+        self, communicator: Communicator, piece_bytes: int, limit_s: float = math.inf
+    ) -> None:
+        self._limit_s = limit_s
         self.piece_bytes = -(-piece_bytes // _ROW) * _ROW
         self._communicator = communicator
         self._device = communicator.device
@@ -91,6 +96,7 @@ class Conveyor:
 
         Raises:
             Garbled: a checksum differs. All pieces were taken out, wrong or not.
+            TransferTimeout: a peer so slow that whoever waits for this has waited long enough.
             CollectiveError: see `Communicator.wait`.
         """
         begun, total = time.perf_counter(), 0
@@ -104,6 +110,7 @@ class Conveyor:
                     wrong += self._broken(lane.staging, piece.size)
                     piece.move(lane.staging[: piece.size])
                 total += piece.size
+                self._keep_to_the_limit(begun)
         if int(wrong):
             raise Garbled(
                 f"communicator {self._communicator.name}: {int(wrong)} pieces came with a wrong "
@@ -140,6 +147,12 @@ class Conveyor:
         finally:
             for stream in (carry, fill):
                 stream.synchronize()
+
+    def _keep_to_the_limit(self, begun: float) -> None:
+        if time.perf_counter() - begun > self._limit_s:
+            raise TransferTimeout(
+                f"communicator {self._communicator.name}: not done in {self._limit_s:g} s"
+            )
 
     def _seal(self, staging: torch.Tensor, size: int) -> None:
         _pad(staging, size)
