@@ -125,6 +125,7 @@ class Controller:
 
     async def close(self) -> None:
         """Stops granting and lets the replicas run freely at once."""
+        await self._handoffs.close()  # While leases still carry commands.
         others = (self._discovery, self._watch)
         tasks = [*self._tasks.values(), *(task for task in others if task is not None)]
         for task in tasks:
@@ -444,9 +445,10 @@ class Controller:
         )
         known = [None if isinstance(fact, BaseException) else fact for fact in facts]
         cause = (
-            f"ranks {difference.other} and {difference.rank} differ at forward "
-            f"{difference.forward}: {explain_difference(known[0], known[1])}"
+            f"ranks {difference.other} and {difference.rank} differ at "
+            f"{explain_difference(known[0], known[1], difference.forward)}"
         )
+        self._state.explained(name, cause)
         logger.error("replica %s: %s", name, cause)
         await self._end(name, difference.rank, cause)
         self._state.lost(name, cause)

@@ -19,7 +19,7 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,8 +27,14 @@ from overstory.orchestrator.lease import Command
 
 logger = logging.getLogger(__name__)
 
-BUDGET_BYTES = 1 << 30
-"""Of a rank, at one boundary: its other requests wait so long, 20 ms at 50 GB/s."""
+BRING_S = 30.0
+"""Longest that a sequence waits for its KV; then it is computed again."""
+FEWEST_BYTES, FIRST_BYTES, MOST_BYTES = 16 << 20, 64 << 20, 1 << 30
+"""Of a rank, at one boundary: at least, at first, and at most."""
+STAND_STILL_S = 0.25
+"""So long, about, the taking replica's other requests wait at a boundary, whatever the link."""
+LET_GO_S = 5.0
+"""Whoever is slower lets go later: the command is on its way."""
 
 MEET_S = 15.0
 TOGETHER_S = 0.02
@@ -99,6 +105,13 @@ class HandOffs:
         self._pairs: dict[tuple[str, str], _Pair] = {}
         self.figures = HandOffFigures()
 
+    async def close(self) -> None:
+        """Ends all that is under way: ranks let go and part, whoever waits computes again."""
+        tasks = [pair.task for pair in self._pairs.values() if pair.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     async def move(self, giver: str, taker: str, text: Text) -> int:
         """Brings the KV of a sequence over.
 
@@ -132,7 +145,7 @@ class HandOffs:
         """Sessions until nobody has come for a while. Ends what waits whatever happens."""
         try:
             idle_since = time.monotonic()
-            while pair.waiting or time.monotonic() - idle_since < LINGER_S:
+            while pair.waiting or pair.name or time.monotonic() - idle_since < LINGER_S:
                 await asyncio.sleep(TOGETHER_S)
                 if pair.waiting:
                     batch, pair.waiting = pair.waiting, []
@@ -141,8 +154,9 @@ class HandOffs:
                 elif time.monotonic() - idle_since >= LINGER_S:
                     await self._part(pair)
         finally:
-            del self._pairs[pair.giver, pair.taker]
+            del self._pairs[pair.giver, pair.taker]  # Who comes now begins anew.
             _fail(pair.waiting, "the hand-off ended")
+            await self._part(pair)
 
     async def _session(self, pair: _Pair, batch: list[tuple[Text, asyncio.Future[int]]]) -> None:
         """One hold, as many takes as it needs."""
@@ -166,6 +180,8 @@ class HandOffs:
             _fail(batch, reason)
             if not isinstance(error, NotMoved):
                 await self._part(pair)
+        finally:
+            _fail(batch, "the controller ends")  # No-op for those that have an outcome.
 
     async def _meet(self, pair: _Pair) -> None:
         """Rank i of one with rank i of the other; all or none."""
@@ -176,10 +192,10 @@ class HandOffs:
             return
         name = f"kv-{pair.giver}-{pair.taker}-{uuid.uuid4().hex[:8]}"
         kind = await steering.ask(pair.giver, 0, "peer", "kind")
+        pair.name = name  # From now on there is something to close.
         tickets = [
             await steering.ask(pair.giver, rank, "peer", "offer", name) for rank in range(ranks)
         ]
-        pair.name = name
         opened = await asyncio.gather(
             *(
                 steering.ask(replica, rank, "peer", "open", name, kind, ticket, MEET_S)
@@ -214,22 +230,28 @@ class HandOffs:
     ) -> tuple[list[int], str]:
         """Tokens of each text that the taker has KV of, and why not all, or nothing."""
         cut = [list(text.tokens[:n]) for text, n in zip(texts, lengths, strict=True)]
-        arguments = {"key": key, "name": pair.name, "texts": cut, "budget": BUDGET_BYTES}
+        arguments = {"key": key, "name": pair.name, "texts": cut}
+        budget, until = FIRST_BYTES, time.monotonic() + BRING_S
         while True:
-            command = Command("kv_take", arguments, drain=True)
+            command = Command("kv_take", {**arguments, "budget": budget}, drain=True)
             results = await self._steering.carry_out(pair.taker, command)
             self.figures.bytes += sum(result["bytes"] for result in results.values())
             self.figures.seconds += max(result["seconds"] for result in results.values())
             first = results[0]
+            cached = first["cached"] or [0] * len(cut)
             if first["done"]:
                 # Every rank has its own reason; most only know that another one failed.
                 reasons = [r["failed"] for r in results.values() if r["failed"]]
                 telling = [r for r in reasons if "another rank" not in r]
-                return first["cached"] or [0] * len(cut), (telling or reasons or [""])[0]
+                return cached, (telling or reasons or [""])[0]
+            if time.monotonic() > until:  # Nobody waits for the rest any more.
+                return cached, f"not all of it came in {BRING_S:g} s"
+            budget = next_budget(budget, results.values())
 
     async def _let_go(self, pair: _Pair, key: str) -> None:
         with contextlib.suppress(Exception):  # A giver that is gone holds nothing.
-            await self._steering.carry_out(pair.giver, Command("kv_let_go", {"key": key}))
+            async with asyncio.timeout(LET_GO_S):
+                await self._steering.carry_out(pair.giver, Command("kv_let_go", {"key": key}))
 
     async def _part(self, pair: _Pair) -> None:
         """Both sides close; whoever is gone has closed."""
@@ -245,6 +267,19 @@ class HandOffs:
             *(self._steering.ask(replica, rank, "peer", "close", name) for replica, rank in sides),
             return_exceptions=True,
         )
+
+
+def next_budget(budget: int, results: Iterable[Mapping[str, Any]]) -> int:
+    """Bytes of a rank for the next boundary, so that it takes about `STAND_STILL_S`.
+
+    Args:
+        budget: of the boundary before.
+        results: of its ranks; the slowest counts.
+    """
+    rates = [r["bytes"] / r["seconds"] for r in results if r["bytes"] and r["seconds"] > 0]
+    if not rates:
+        return budget
+    return int(min(max(FEWEST_BYTES, min(rates) * STAND_STILL_S), MOST_BYTES))
 
 
 def _settle(outcome: asyncio.Future[int], have: int, want: int, failed: str) -> None:

@@ -12,14 +12,12 @@ import ray
 from ray.exceptions import RayError
 
 from overstory.orchestrator.controller_actor import find_controller
-from overstory.orchestrator.handoff import Text
+from overstory.orchestrator.handoff import BRING_S, Text
 from overstory.orchestrator.journal import GenerateCall
 from overstory.orchestrator.rank_group import CONTROL, call
 
 logger = logging.getLogger(__name__)
 
-BRING_S = 30.0
-"""Longest that a sequence waits for its KV; then it is computed again."""
 COMING_S = 3.0
 """How long after the last sequence left this replica another one may still ask for its KV."""
 STAY_S = 8.0

@@ -44,11 +44,11 @@ class Donor:
                 for rank in range(len(takers))
             ]
             kind = ray.get(call(self._givers[0], CONTROL, "peer", "kind"), timeout=ANSWER_S)
+            self._name = name  # From now on there is something to close.
             tickets = ray.get(
                 [call(giver, CONTROL, "peer", "offer", name) for giver in self._givers],
                 timeout=ANSWER_S,
             )
-            self._name = name
             calls = [
                 call(actor, CONTROL, "peer", "open", name, kind, ticket, MEET_S, TRANSFER_S)
                 for giver, taker, given in zip(self._givers, takers, tickets, strict=True)

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from overstory.orchestrator import handoff
-from overstory.orchestrator.handoff import HandOffs, NotMoved, Text
+from overstory.orchestrator.handoff import (
+    FEWEST_BYTES,
+    MOST_BYTES,
+    HandOffs,
+    NotMoved,
+    Text,
+    next_budget,
+)
 from overstory.orchestrator.journal import JournalEntry
 from overstory.orchestrator.lease import Command
 from overstory.orchestrator.sampling import Sampling
@@ -187,6 +194,47 @@ def test_what_goes_wrong_is_told_and_nothing_stays(fault: dict[str, str], reason
     assert world.open == set()
     assert (handoffs.figures.fallbacks, handoffs.figures.sequences) == (2, 0)
     assert reason in handoffs.status()["last_reason"]
+    if "offer" in fault:
+        assert "close old 0" in world.log, "an offer before it may stand"
+
+
+def test_what_takes_too_long_is_left_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waited has given up by then: the taking replica stands still for nobody."""
+    monkeypatch.setattr(handoff, "BRING_S", -1.0)
+    world = World()
+    handoffs = HandOffs(world)
+    outcomes = run(world, together(handoffs, "a", "b"), handoffs)
+    assert [str(outcome) for outcome in outcomes] == ["not all of it came in -1 s"] * 2
+    assert world.log.count("kv_take new") == 1
+    assert (world.held, world.open) == ({}, set())
+
+
+def test_a_controller_that_ends_lets_go() -> None:
+    world = World()
+    handoffs = HandOffs(world)
+
+    async def in_the_middle() -> list[Any]:
+        moving = asyncio.ensure_future(together(handoffs, "a", "b"))
+        while "kv_take new" not in world.log:
+            await asyncio.sleep(0)
+        assert world.held
+        await handoffs.close()
+        return await moving
+
+    outcomes = run(world, in_the_middle(), handoffs)
+    assert [str(outcome) for outcome in outcomes] == ["the controller ends"] * 2
+    assert (world.held, world.open) == ({}, set())
+
+
+def test_a_boundary_takes_about_as_long_on_any_link() -> None:
+    def after(budget: int, *ranks: tuple[int, float]) -> int:
+        return next_budget(budget, [{"bytes": n, "seconds": s} for n, s in ranks])
+
+    assert after(64 << 20, (400_000_000, 1.0)) == 100_000_000
+    assert after(64 << 20, (400_000_000, 1.0), (400_000_000, 4.0)) == 25_000_000
+    assert after(64 << 20, (1_000_000, 1.0)) == FEWEST_BYTES
+    assert after(64 << 20, (64 << 20, 0.0003)) == MOST_BYTES
+    assert after(64 << 20, (0, 0.0)) == 64 << 20, "nothing came: nothing is known"
 
 
 def test_a_replica_that_is_gone_or_of_another_size() -> None:
