@@ -14,6 +14,7 @@ from overstory.orchestrator.cli_support import (
     AsJson,
     Endpoint,
     File,
+    GpuKind,
     Name,
     Overrides,
     amount,
@@ -76,7 +77,7 @@ def plan(
     gpus: Annotated[int | None, whole("GPUs of a node.", 0, 1024)] = None,
     cpus: Annotated[int | None, whole("CPUs of a node.")] = None,
     memory_gib: Annotated[float | None, amount("Memory of a node.", 0.001)] = None,
-    gpu: Annotated[str | None, typer.Option(help="Kind of GPU: rtx-pro-6000, h200.")] = None,
+    gpu: GpuKind = None,
     gpu_gib: Annotated[float | None, amount("Memory of a GPU.", 0.001)] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -211,6 +212,12 @@ def defrag(
         run(name, order, replica, as_json)
 
 
+def _profiles() -> list[str]:
+    from overstory.orchestrator.bench_profiles import PROFILES
+
+    return list(PROFILES)
+
+
 @app.command()
 def bench(
     name: Name = None,
@@ -224,7 +231,10 @@ def bench(
     temperature: Annotated[str, typer.Option(help="Temperatures.")] = "0,1",
     rounds: Annotated[int, whole("Times that each row is measured.")] = 3,
     profile: Annotated[
-        str, typer.Option(help="Kind of load: sweep, rates, long, shared or churn.")
+        str,
+        typer.Option(
+            help="Kind of load: sweep, rates, long, shared or churn.", autocompletion=_profiles
+        ),
     ] = "sweep",
     values: Annotated[
         str, typer.Option(help="Of the profile's variable (requests/s, tokens, ...).")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from overstory.orchestrator.cli_support import AsJson, File, Overrides, amount, told, whole
+from overstory.orchestrator.cli_support import AsJson, File, GpuKind, Overrides, amount, told, whole
 
 
 def manifest(
@@ -13,7 +13,7 @@ def manifest(
     image: Annotated[str, typer.Option(help="Container image with Overstory in it.")],
     overrides: Overrides = None,
     gpus: Annotated[int, whole("GPUs of a node.", most=1024)] = 8,
-    gpu: Annotated[str | None, typer.Option(help="Kind of GPU: rtx-pro-6000, h200.")] = None,
+    gpu: GpuKind = None,
     models_claim: Annotated[
         str | None, typer.Option(help="PersistentVolumeClaim with the models.")
     ] = None,
@@ -61,7 +61,7 @@ def _numbers(text: str, option: str) -> list[int]:
 def capacity(
     file: File,
     overrides: Overrides = None,
-    gpu: Annotated[str, typer.Option(help="Kind of GPU: rtx-pro-6000, h200.")] = "rtx-pro-6000",
+    gpu: GpuKind = "rtx-pro-6000",
     nodes: Annotated[str, typer.Option(help="Numbers of nodes.")] = "1,2,4",
     gpus: Annotated[int, whole("GPUs of a node.", most=1024)] = 8,
     batch: Annotated[str, typer.Option(help="Requests at a time.")] = "1,2,4,8,16,32,64,128",
@@ -91,7 +91,7 @@ def capacity(
         from overstory.orchestrator.spec import load_spec
 
         facts = another(
-            gpu_named(gpu),
+            gpu_named(gpu or "rtx-pro-6000"),
             memory=None if gpu_gib is None else gpu_gib * 2**30,
             dram=None if dram_tbs is None else dram_tbs * 1e12,
             flops=None if tflops is None else tflops * 1e12,

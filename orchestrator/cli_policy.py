@@ -12,7 +12,9 @@ def policy(
     wanted: Annotated[
         str,
         typer.Argument(
-            metavar="POLICY", help="plain, chain, tree-N, spine-N, auto, or auto<=N in quotes."
+            metavar="POLICY",
+            help="plain, chain, tree-N, spine-N, auto, or auto<=N in quotes.",
+            autocompletion=lambda: ["plain", "chain", "auto", "tree-15", "tree-31"],
         ),
     ],
     name: Name = None,

@@ -17,7 +17,32 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of the file, repeatable."),
 ]
-Name = Annotated[str | None, typer.Option(help="Which deployment, where there are several.")]
+
+
+def _deployments() -> list[str]:
+    """For a shell to complete; none where the state cannot be read."""
+    from overstory.orchestrator.state import read_state
+
+    try:
+        return list(read_state().deployments)
+    except UserFault:
+        return []
+
+
+def _gpu_kinds() -> list[str]:
+    from overstory.orchestrator.gpus import KNOWN
+
+    return sorted(KNOWN)
+
+
+Name = Annotated[
+    str | None,
+    typer.Option(help="Which deployment, where there are several.", autocompletion=_deployments),
+]
+GpuKind = Annotated[
+    str | None,
+    typer.Option(help="Kind of GPU: rtx-pro-6000, h200.", autocompletion=_gpu_kinds),
+]
 Endpoint = Annotated[
     str | None, typer.Option(help="URL of the endpoint; that of the deployment if not given.")
 ]

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from overstory.orchestrator.cli import app
+from overstory.orchestrator.state import DeploymentRecord, changing_state
 
 RUN = CliRunner()
 LOCAL = str(Path(__file__).parents[2] / "clusters" / "local" / "deployment.yaml")
@@ -141,13 +142,24 @@ def test_console_script_runs() -> None:
     assert "cannot be read" in done.stderr
 
 
-def test_a_shell_completes_commands() -> None:
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("cap", "capacity"),
+        ("bench --profile c", "churn"),
+        ("plan f --gpu rtx", "rtx-pro-6000"),
+        ("capacity f --gpu h", "h200"),
+        ("policy au", "auto"),
+        ("status --name ti", "tiny"),
+    ],
+)
+def test_a_shell_completes(words: str, completed: str, tmp_path: Path) -> None:
+    with changing_state() as state:
+        state.deployments["tiny"] = DeploymentRecord("tiny", "e", "r", {})
     completing = {
-        **os.environ,
         "_OVERSTORY_COMPLETE": "complete_bash",
-        "COMP_WORDS": "overstory cap",
-        "COMP_CWORD": "1",
+        "COMP_WORDS": f"overstory {words}",
+        "COMP_CWORD": str(len(words.split())),
     }
-    script = Path(sys.executable).with_name("overstory")
-    done = subprocess.run([script], env=completing, capture_output=True, text=True, timeout=60)
-    assert done.stdout.split() == ["capacity"], done.stderr
+    done = RUN.invoke(app, [], env=completing, prog_name="overstory")
+    assert done.output.split() == [completed], done.output
