@@ -390,12 +390,12 @@ def check_links(facts: Facts) -> Iterator[Finding]:
 
 
 def check_ports(facts: Facts) -> Iterator[Finding]:
-    """The endpoint's port is free on the head."""
+    """The gateway's ports are free on the head."""
     for node in facts.nodes:
         for port, reason in sorted(node.taken_ports.items()):
             yield Finding(
                 "error", "ports", node.name, f"port {port} cannot be bound: {reason}",
-                "end what listens there (`ss -ltnp`), or set gateway.port to another",
+                "end what listens there (`ss -ltnp`), or set another gateway.port or token_port",
             )  # fmt: skip
 
 

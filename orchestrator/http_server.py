@@ -6,27 +6,18 @@ an answer (measured in docs/benchmarks/gateway.md).
 
 import asyncio
 import contextlib
-import errno
 import functools
 import resource
-import socket
-import time
 from collections.abc import Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from overstory.orchestrator.http_protocol import ConnectionLimits, GuardedProtocol
+from overstory.orchestrator.listening import listening
 from overstory.orchestrator.spec import GatewaySpec
 
-_BACKLOG = 2048
 _KEEP_ALIVE_S = 75
-_TAKEN_S = 10.0  # a gateway that was killed may hold the port for a moment
-_POLL_S = 0.2
-
-
-class CannotListen(RuntimeError):
-    """The endpoint's address cannot be had."""
 
 
 class _Server(uvicorn.Server):
@@ -42,7 +33,7 @@ class HttpServer:
     """Listens from the start, so that a port that is taken is told at once; answers from `start`.
 
     Raises:
-        CannotListen: another process has the port, or the address is not this machine's.
+        CannotListen: as `listening`.
     """
 
     def __init__(self, spec: GatewaySpec, limits: ConnectionLimits | None = None) -> None:
@@ -50,7 +41,7 @@ class HttpServer:
         self._limits = limits or ConnectionLimits(
             idle_s=_KEEP_ALIVE_S, connections=_most_connections()
         )
-        self._socket = _listening(spec.host, spec.port)
+        self._socket = listening(spec.host, spec.port, "gateway.port")
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -93,20 +84,3 @@ def _most_connections() -> int:
     """Half of the files that the process may have open: Ray and the replicas' lines need some."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 10_000 if soft == resource.RLIM_INFINITY else max(16, soft // 2)
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    """A socket that listens there."""
-    deadline = time.monotonic() + _TAKEN_S
-    while True:
-        try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            family, _, _, _, address = found[0]
-            return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
-                raise CannotListen(
-                    f"gateway.port: {host}:{port} cannot be used on the head node "
-                    f"({error.strerror or error}); choose another or end what listens there"
-                ) from error
-            time.sleep(_POLL_S)

@@ -42,13 +42,18 @@ def planned_ports(spec: DeploymentSpec, nodes_per_replica: int) -> tuple[PortUse
 
 def port_warnings(spec: DeploymentSpec) -> list[str]:
     """What is likely to clash on nodes that run Ray with its default ports."""
-    port = spec.gateway.port
+    gateway = spec.gateway
+    named = {"gateway.port": gateway.port, "gateway.token_port": gateway.token_port}
+    return [f"{name}: {clash}" for name, port in named.items() if (clash := _clash(port))]
+
+
+def _clash(port: int) -> str | None:
     for used in RAY_PORTS:
         if used.number == port:
-            return [f"gateway.port: {port} is the port of {used.what}; choose another, e.g. 8000"]
+            return f"{port} is the port of {used.what}; choose another, e.g. 8000 or 8001"
     if port in RAY_WORKER_PORTS:
-        return [
-            f"gateway.port: {port} lies in {RAY_WORKER_PORTS[0]} to {RAY_WORKER_PORTS[-1]}, from "
-            "which Ray draws ports for workers; choose one outside"
-        ]
-    return []
+        return (
+            f"{port} lies in {RAY_WORKER_PORTS[0]} to {RAY_WORKER_PORTS[-1]}, from which Ray draws "
+            "ports for workers; choose one outside"
+        )
+    return None

@@ -83,12 +83,16 @@ def _is_here(node: Mapping[str, Any]) -> bool:
 
 def head_elsewhere() -> str | None:
     """Address of the head node, where the endpoint listens; None if this is the head node."""
-    head = _head()
-    return None if _is_here(head) else str(head["NodeManagerAddress"])
+    return None if _is_here(_head()) else head_address()
+
+
+def head_address() -> str:
+    """Address of the head node, as other nodes reach it."""
+    return str(_head()["NodeManagerAddress"])
 
 
 def port_free_on_head(host: str, port: int) -> str | None:
-    """Why the endpoint cannot listen on the head node; None if it can."""
+    """Why the gateway cannot listen there on the head node; None if it can."""
     head = _head()
     if _is_here(head):
         return why_not_bindable(host, port)  # It is this machine: no worker need be started for it.
@@ -126,9 +130,11 @@ def start_app(spec: DeploymentSpec, nodes_per_replica: int) -> None:
     _hand_over(spec, build_app(spec, nodes_per_replica))
 
 
-def roll(spec: DeploymentSpec, nodes_per_replica: int, version: str, surge: bool) -> None:
+def roll(
+    spec: DeploymentSpec, nodes_per_replica: int, version: str, surge: bool, attempt: int
+) -> None:
     """Has Serve replace, one after another, the replicas of another version; returns at once."""
-    _hand_over(spec, build_app(spec, nodes_per_replica, version, surge))
+    _hand_over(spec, build_app(spec, nodes_per_replica, version, surge, attempt))
 
 
 def _hand_over(spec: DeploymentSpec, app: Application) -> None:

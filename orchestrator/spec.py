@@ -173,6 +173,19 @@ class GatewaySpec(_Section):
             raise ValueError("tls_cert_file and tls_key_file go together; set both or neither")
         return self
 
+    @model_validator(mode="after")
+    def _two_ports(self) -> "GatewaySpec":
+        if self.port == self.token_port:
+            raise ValueError(
+                f"token_port is {self.token_port}, as port is; they are two ports, set another"
+            )
+        return self
+
+    @property
+    def ports(self) -> list[int]:
+        """Those that are set."""
+        return [port for port in (self.port, self.token_port) if port]
+
     @property
     def scheme(self) -> str:
         """`http` or `https`."""

@@ -7,6 +7,7 @@ from typing import cast
 
 from overstory.orchestrator.backend import TokenChunk
 from overstory.orchestrator.journal import GenerateCall, SinkAddress
+from overstory.orchestrator.listening import notice_silence
 from overstory.orchestrator.token_wire import encoded
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ class _Line(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        notice_silence(transport)
         self.open = True
 
     def connection_lost(self, _: Exception | None) -> None:

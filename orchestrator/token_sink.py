@@ -11,11 +11,12 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import cast
 
 from overstory.orchestrator.backend import ReplicaLost, TokenChunk
 from overstory.orchestrator.journal import SinkAddress
+from overstory.orchestrator.listening import listening, notice_silence
 from overstory.orchestrator.token_wire import SECRET_BYTES, BadLine, Frame, LineReader
 
 logger = logging.getLogger(__name__)
@@ -23,8 +24,9 @@ logger = logging.getLogger(__name__)
 GREETING_S = 10.0
 """How long a connection may stay open without the secret."""
 
-FLUSH_S = 10.0
-"""How long the last frames may take after Serve's call has ended."""
+FLUSH_S = 12.0
+"""How long the last frames may take after Serve's call has ended: until a line on which nothing
+comes through any more has broken (`notice_silence`), so that the next call gets another."""
 
 
 class Inbox:
@@ -33,16 +35,23 @@ class Inbox:
     def __init__(self) -> None:
         self._items: asyncio.Queue[TokenChunk | BaseException] = asyncio.Queue()
         self._frames = 0
+        self._line: object = None
         self.finished = asyncio.Event()
         """The last chunk is here, or what ended the call instead."""
 
-    def take(self, frame: Frame) -> None:
+    def take(self, frame: Frame, line: object = None) -> None:
         """A frame of a line. One that is missing ends the call: its tokens are lost."""
+        self._line = line
         if frame.number != self._frames:
             self.end(ReplicaLost(f"frame {frame.number} of its tokens came for {self._frames}"))
             return
         self._frames += 1
         self.put(frame.chunk())
+
+    def broken(self, line: object) -> None:
+        """A line has broken: where it was this call's, frames may be lost with it."""
+        if self._line is line:
+            self.end(ReplicaLost("the line on which its tokens came has broken"))
 
     def put(self, chunk: TokenChunk) -> None:
         """Tokens, in order."""
@@ -84,13 +93,12 @@ class TokenSink:
         """Listens on an address that replicas reach; port 0 draws a free one.
 
         Raises:
-            OSError: it cannot.
+            CannotListen: as `listening`.
         """
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(
-            lambda: _Line(self._secret, self._came, self._lines), host, port
-        )
-        drawn = self._server.sockets[0].getsockname()[1]
+        taken = await asyncio.to_thread(listening, host, port, "gateway.token_port")
+        self._server = await loop.create_server(lambda: _Line(self), sock=taken)
+        drawn = taken.getsockname()[1]
         self.address = SinkAddress(host, drawn, self._secret)
 
     def close(self) -> None:
@@ -110,29 +118,28 @@ class TokenSink:
         finally:
             del self._inboxes[rid]
 
-    def _came(self, frame: Frame) -> None:
+    def _came(self, frame: Frame, line: object = None) -> None:
         inbox = self._inboxes.get(frame.rid)
         if inbox is not None:
-            inbox.take(frame)
+            inbox.take(frame, line)
+
+    def _broke(self, line: object) -> None:
+        for inbox in self._inboxes.values():
+            inbox.broken(line)
 
 
 class _Line(asyncio.Protocol):
     """One connection of a replica."""
 
-    def __init__(
-        self,
-        secret: bytes,
-        came: Callable[[Frame], None],
-        lines: set[asyncio.Transport],
-    ) -> None:
-        self._reader = LineReader(secret)
-        self._came = came
-        self._lines = lines
+    def __init__(self, sink: TokenSink) -> None:
+        self._sink = sink
+        self._reader = LineReader(sink._secret)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """asyncio."""
         self._transport = cast(asyncio.Transport, transport)
-        self._lines.add(self._transport)
+        self._sink._lines.add(self._transport)
+        notice_silence(transport)
         asyncio.get_running_loop().call_later(GREETING_S, self._greeted_or_gone)
 
     def _greeted_or_gone(self) -> None:
@@ -148,8 +155,9 @@ class _Line(asyncio.Protocol):
             self._transport.abort()
             return
         for frame in frames:
-            self._came(frame)
+            self._sink._came(frame, self)
 
     def connection_lost(self, _: Exception | None) -> None:
         """asyncio."""
-        self._lines.discard(self._transport)
+        self._sink._lines.discard(self._transport)
+        self._sink._broke(self)

@@ -6,7 +6,7 @@ and their cancellation are Serve's.
 """
 
 import hmac
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -56,31 +56,38 @@ class LineReader:
 
     secret: bytes
     greeted: bool = False
-    _rest: bytes = b""
+    _rest: bytearray = field(default_factory=bytearray)
 
     def feed(self, data: bytes) -> list[Frame]:
         """The frames that are whole now."""
-        data = self._rest + data if self._rest else data
+        self._rest += data
         at = 0
         if not self.greeted:
             at = len(self.secret)
-            if len(data) < at:  # No word yet of what is right so far: it could be guessed by bytes.
-                self._rest = data
+            if len(self._rest) < at:
+                # No word yet of what is right so far: it could be guessed by bytes.
                 return []
-            if not hmac.compare_digest(data[:at], self.secret):
+            if not hmac.compare_digest(self._rest[:at], self.secret):
                 raise BadLine("it does not begin with this gateway's secret")
             self.greeted = True
-        frames = []
-        while len(data) - at >= 4:
-            size = int.from_bytes(data[at : at + 4], "big")
-            if size > MOST_BYTES:
-                raise BadLine(f"a frame of {size} bytes")
-            if len(data) - at - 4 < size:
-                break
-            try:
-                frames.append(_decoder.decode(memoryview(data)[at + 4 : at + 4 + size]))
-            except msgspec.MsgspecError as error:
-                raise BadLine(str(error)) from error
-            at += 4 + size
-        self._rest = data[at:]
+        with memoryview(self._rest) as view:
+            frames, at = _frames(view, at)
+        del self._rest[:at]
         return frames
+
+
+def _frames(view: memoryview, at: int) -> tuple[list[Frame], int]:
+    """Whole frames from `at` on, and where the rest begins."""
+    frames = []
+    while len(view) - at >= 4:
+        size = int.from_bytes(view[at : at + 4], "big")
+        if size > MOST_BYTES:
+            raise BadLine(f"a frame of {size} bytes")
+        if len(view) - at - 4 < size:
+            break
+        try:
+            frames.append(_decoder.decode(view[at + 4 : at + 4 + size]))
+        except msgspec.MsgspecError as error:
+            raise BadLine(str(error)) from error
+        at += 4 + size
+    return frames, at

@@ -250,12 +250,14 @@ def test_a_rank_that_cannot_load_is_named_and_nothing_is_left(shell: Shell, tmp_
     assert port_is_free(port)
 
 
-def test_a_taken_port_is_told_before_ranks_start(shell: Shell) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
+@pytest.mark.parametrize("setting", ["port", "token_port"])
+def test_a_taken_port_is_told_before_ranks_start(shell: Shell, setting: str) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as server:
         port = server.getsockname()[1]
-        up = shell.deploy(f"gateway.port={port}")
+        up = shell.deploy(f"gateway.{setting}={port}")
     assert up.returncode == 1
-    assert f"gateway.port: 127.0.0.1:{port} cannot be used (Address already in use)" in up.stderr
+    assert f"gateway.{setting}: " in up.stderr
+    assert f":{port} cannot be used (Address already in use)" in up.stderr
     assert "] placement" not in up.stderr
     assert read_state(shell.state).local_ray is None
 

@@ -8,10 +8,11 @@ from collections.abc import Awaitable, Callable
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from overstory.orchestrator import http_layers, http_server
+from overstory.orchestrator import http_layers, listening
 from overstory.orchestrator.http_layers import BodyGuard, RequestIds
 from overstory.orchestrator.http_protocol import ConnectionLimits
-from overstory.orchestrator.http_server import CannotListen, HttpServer
+from overstory.orchestrator.http_server import HttpServer
+from overstory.orchestrator.listening import CannotListen
 from overstory.orchestrator.local_ray import free_port
 from overstory.orchestrator.spec import GatewaySpec
 
@@ -163,7 +164,7 @@ def test_answers_carry_a_request_id(own: str, kept: bool) -> None:
 
 
 def test_a_port_that_is_taken_is_told_with_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "_TAKEN_S", 0.0)
+    monkeypatch.setattr(listening, "_TAKEN_S", 0.0)
 
     async def story(_: Routes, __: HttpServer, port: int) -> None:
         with pytest.raises(CannotListen, match=rf"gateway\.port: 127\.0\.0\.1:{port}"):

@@ -34,6 +34,13 @@ def test_defaults_fill_a_minimal_deployment() -> None:
     assert spec.gateway.max_queued_requests == 64
 
 
+def test_the_gateway_s_two_ports_differ() -> None:
+    (problem,) = problems(gateway={"port": 8001, "token_port": 8001})
+    assert "token_port is 8001, as port is" in problem
+    assert parse_spec({**GOOD, "gateway": {"token_port": 8001}}).gateway.ports == [8000, 8001]
+    assert parse_spec(GOOD).gateway.ports == [8000]
+
+
 def test_served_name_is_the_last_part_of_a_path() -> None:
     assert parse_spec({**GOOD, "model": "/models/Kimi-K2/"}).served_model_name == "Kimi-K2"
     assert parse_spec({**GOOD, "served_model_name": "k2"}).served_model_name == "k2"

@@ -2,14 +2,16 @@
 
 import asyncio
 import math
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 
 import pytest
 
-from overstory.orchestrator import token_line, token_sink
+from overstory.orchestrator import listening, token_line, token_sink
 from overstory.orchestrator.backend import ReplicaLost, TokenChunk, TokenLogprobs
 from overstory.orchestrator.journal import GenerateCall, SinkAddress
+from overstory.orchestrator.listening import CannotListen
 from overstory.orchestrator.sampling import Sampling
 from overstory.orchestrator.token_line import LineLost, TokenLines
 from overstory.orchestrator.token_sink import Inbox, TokenSink
@@ -109,6 +111,62 @@ def test_a_call_ends_where_its_line_breaks() -> None:
     play(story)
 
 
+@pytest.mark.parametrize("how", ["cut", "corrupted"])
+def test_a_broken_line_ends_its_calls_at_once_and_no_others(how: str) -> None:
+    async def story(sink: TokenSink) -> None:
+        assert sink.address is not None
+        lines = [
+            await asyncio.open_connection(sink.address.host, sink.address.port) for _ in range(2)
+        ]
+        with sink.expecting("a") as one, sink.expecting("b") as other, sink.expecting("c") as none:
+            for (_, writer), rid in zip(lines, "ab", strict=True):
+                writer.write(sink.address.secret + encoded(rid, 0, CHUNKS[0]))
+            came = one.chunks()
+            assert await anext(came) == CHUNKS[0]
+            if how == "cut":
+                lines[0][1].transport.abort()
+            else:
+                lines[0][1].write(b"\x00\x00\x00\x02\x91\x01")
+            with pytest.raises(ReplicaLost, match="line on which its tokens came has broken"):
+                await anext(came)
+            lines[1][1].write(encoded("b", 1, LAST))
+            assert await all_of(other.chunks()) == [CHUNKS[0], LAST]
+            assert not none.finished.is_set()
+        for _, writer in lines:
+            writer.close()
+
+    play(story)
+
+
+def test_both_ends_notice_that_the_other_is_silent() -> None:
+    async def story(sink: TokenSink) -> None:
+        lines = TokenLines()
+        with sink.expecting("r"):
+            await all_of(lines.deliver(given(CHUNKS), call("r", sink.address)))
+        theirs = lines._lines[sink.address].result()  # type: ignore[index]
+        (ours,) = sink._lines
+        for end in (theirs._transport, ours):  # type: ignore[union-attr]
+            connection = end.get_extra_info("socket")
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            silence = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            assert 0 < silence < 1000 * token_sink.FLUSH_S, "the next call gets another line"
+
+    play(story)
+
+
+def test_a_token_port_that_is_taken_is_told_with_the_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listening, "_TAKEN_S", 0.0)
+
+    async def story(sink: TokenSink) -> None:
+        assert sink.address is not None
+        with pytest.raises(CannotListen, match=rf"gateway\.token_port: .*:{sink.address.port}"):
+            await TokenSink().open(sink.address.host, sink.address.port)
+
+    play(story)
+
+
 def test_a_stranger_is_not_heard() -> None:
     async def story(sink: TokenSink) -> None:
         assert sink.address is not None
@@ -123,7 +181,7 @@ def test_a_stranger_is_not_heard() -> None:
     play(story)
 
 
-@pytest.mark.parametrize("step", [1, 5, 1000])
+@pytest.mark.parametrize("step", [1, 5, 29, 1000])
 def test_frames_are_found_however_the_bytes_are_cut(step: int) -> None:
     sent = b"secret" + b"".join(encoded("r", n, chunk) for n, chunk in enumerate(CHUNKS))
     reader, found = LineReader(b"secret"), []
