@@ -179,6 +179,8 @@ def ray_service(spec: DeploymentSpec, settings: PodSettings) -> dict[str, Any]:
     Raises:
         PlanError: the deployment cannot run in such pods; one line for each fault.
     """
+    if not settings.image.strip():
+        raise PlanError("--image: got none, wanted a container image with Overstory in it")
     plan = _plan(spec, settings)
     pods = sum(len(replica.shares) for replica in plan.replicas)
     start = {"object-store-memory": str(_OBJECT_STORE_BYTES), "metrics-export-port": "8080"}

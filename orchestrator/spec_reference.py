@@ -22,6 +22,9 @@ against the pinned version.
 """
 
 
+_BOUNDS = (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"))
+
+
 def _kind(annotation: Any) -> str:
     text = getattr(annotation, "__name__", None) or str(annotation)
     if "Literal[" in str(annotation):
@@ -45,7 +48,7 @@ def _rows(section: type[BaseModel], prefix: str) -> Iterator[str]:
         bounds = ", ".join(
             f"{word} {getattr(rule, attribute)}"
             for rule in field.metadata
-            for attribute, word in (("ge", "at least"), ("gt", "above"), ("le", "at most"))
+            for attribute, word in _BOUNDS
             if hasattr(rule, attribute)
         )
         told = " ".join((field.description or "").split()).replace("|", "\\|")

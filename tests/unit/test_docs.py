@@ -1,11 +1,15 @@
 """Pages that are made from the code are up to date, and no page links to what is not there."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from overstory.orchestrator import cli_reference, spec_reference
+from overstory.orchestrator.spec import DeploymentSpec
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *ROOT.glob("workers/**/*.md")]
@@ -59,10 +63,35 @@ def test_every_command_is_in_the_reference() -> None:
     assert [name for name in named if f"## overstory {name}" not in text] == []
 
 
-def test_every_setting_is_in_the_reference() -> None:
+def test_the_readme_lists_every_command() -> None:
+    from overstory.orchestrator.cli import app
+
+    listed = set(re.findall(r"^overstory (\w+) ", PAGES[0].read_text(), re.MULTILINE))
+    commands = {info.name or info.callback.__name__ for info in app.registered_commands}
+    assert listed == commands | {group.name for group in app.registered_groups}
+
+
+def _settings(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _settings(kind, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
+
+
+def test_every_setting_is_in_the_reference_with_its_bounds_and_meaning() -> None:
     text = spec_reference.reference()
-    for key in ("`tree.budget`", "`gateway.port`", "`control.lease_steps`", "`resources.device`"):
-        assert f"| {key} |" in text
+    settings = dict(_settings(DeploymentSpec))
+    assert len(settings) > 40
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| (.*) \|$", text, re.MULTILINE))
+    assert set(settings) <= set(rows)
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    for name, field in settings.items():
+        for rule in field.metadata:
+            for bound in words.keys() & set(dir(rule)):
+                assert f"{words[bound]} {getattr(rule, bound)}" in rows[name], name
+        assert rows[name].split(" | ")[-1].strip(), f"{name} has no meaning"
 
 
 @pytest.mark.parametrize("page", ["failure.md", "field-reports.md"])

@@ -145,6 +145,8 @@ def test_what_cannot_fit_the_pods_is_refused() -> None:
         ray_service(spec, PodSettings(image="i", gpu_memory=40 * 2**30))
     with pytest.raises(PlanError, match="do not fall into 3 equal pods of 3 GPUs"):
         ray_service(spec, PodSettings(image="i", gpus=3))
+    with pytest.raises(PlanError, match="--image: got none"):
+        ray_service(spec, PodSettings(image=" "))
 
 
 def test_command_prints_a_manifest() -> None:

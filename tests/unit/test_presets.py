@@ -12,6 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from overstory.orchestrator.cli import app
+from overstory.orchestrator.dashboards import files
 from overstory.orchestrator.ports import RAY_PORTS, RAY_WORKER_PORTS
 from overstory.orchestrator.spec import load_spec
 
@@ -49,6 +50,13 @@ def test_each_kind_has_both_files() -> None:
     wanted = {"local", "h200", "rtx-pro-6000-8x", "rtx-pro-6000-2x8", "on-prem-template"}
     assert wanted <= set(KINDS)
     assert all((CLUSTERS / kind / "deployment.yaml").exists() for kind in KINDS)
+
+
+def test_no_file_is_left_out() -> None:
+    monitoring = {*CLUSTERS.glob("monitoring/*.json"), CLUSTERS / "monitoring" / "alerts.yaml"}
+    shipped = {path for path in CLUSTERS.rglob("*") if path.is_file() and path.suffix[:3] != ".py"}
+    assert shipped == {*DEPLOYMENTS, *RAY_FILES, *monitoring}
+    assert monitoring == {CLUSTERS / "monitoring" / name for name in files()}  # See test_metrics.
 
 
 @pytest.mark.parametrize("path", DEPLOYMENTS, ids=name_of)
