@@ -229,10 +229,8 @@ class ParserSettings:
         Raises:
             ApiError: 400 for tools that cannot be served here, and for two grammars at once.
         """
-        thinking = self._thinks(request)
-        variables = dict(request.chat_template_kwargs)
-        if request.reasoning_effort is not None:
-            variables.setdefault("reasoning_effort", request.reasoning_effort)
+        variables = _variables(request)
+        thinking = self._thinks(request, variables)
         separate = self._reasoning is not None and request.separate_reasoning
         constraint = request.constraint
         calls: Callable[[], Any] | None = None
@@ -259,7 +257,8 @@ class ParserSettings:
             stops = (calls().detector.eot_token,)
         parser = None
         if separate or calls is not None:
-            parser = self._parser_maker(request, tools, calls, separate, thinking)
+            reasoning = self._reasoning_maker(request, variables, thinking) if separate else None
+            parser = self._parser_maker(request, tools, calls, reasoning)
         return ChatPlan(
             tools=_for_template(tools, request) if request.uses_tools else None,
             variables=variables,
@@ -338,16 +337,13 @@ class ParserSettings:
         request: ChatCompletionRequest,
         tools: list[Any],
         calls: Callable[[], Any] | None,
-        separate: bool,
-        thinking: bool,
+        reasoning: Callable[[], Any] | None,
     ) -> Callable[[], AnswerParser]:
         call_id = self._call_ids(request)
-        forced = thinking or self._forced
 
         def make() -> AnswerParser:
-            reasoning = self._reasoning_parser(request, forced) if separate else None
             return AnswerParser(
-                reasoning,
+                None if reasoning is None else reasoning(),
                 None if calls is None else calls(),
                 tools,
                 call_id,
@@ -358,21 +354,28 @@ class ParserSettings:
 
     # ------------------------------------------------------------------ reasoning
 
-    def _reasoning_parser(self, request: ChatCompletionRequest, forced: bool) -> Any:
+    def _reasoning_maker(
+        self, request: ChatCompletionRequest, variables: Mapping[str, Any], thinking: bool
+    ) -> Callable[[], Any]:
+        streams = request.stream and request.stream_reasoning
+        return lambda: self._reasoning_parser(variables, thinking or self._forced, streams)
+
+    def _reasoning_parser(
+        self, variables: Mapping[str, Any], forced: bool = False, streams: bool = False
+    ) -> Any:
         return sglang_parsers().reasoning(
             self._reasoning,
-            request.stream and request.stream_reasoning,
+            streams,
             forced,
-            SimpleNamespace(chat_template_kwargs=request.chat_template_kwargs),
+            SimpleNamespace(chat_template_kwargs=variables),
             tokenizer=self._tokenizer,
         )
 
-    def _thinks(self, request: ChatCompletionRequest) -> bool:
+    def _thinks(self, request: ChatCompletionRequest, variables: Mapping[str, Any]) -> bool:
         """Whether the model thinks before this answer; as `_get_reasoning_from_request` of
         SGLang's `serving_chat` tells it from template and request."""
         if self._reasoning is None:
             return False
-        variables = request.chat_template_kwargs
         if self._reasoning == "minimax-m3":
             return variables.get("thinking_mode") == "enabled"
         if self._reasoning == "hunyuan":
@@ -381,7 +384,7 @@ class ParserSettings:
             mode = self._toggle.special_case
             switch, on = self._toggle.toggle_param, self._toggle.default_enabled
         else:
-            detector = self._reasoning_parser(request, False).detector
+            detector = self._reasoning_parser(variables).detector
             mode = detector.reasoning_default
             switch = mode.removeprefix("explicit_") if mode else None
             on = mode is not None and not mode.startswith("explicit_")
@@ -401,6 +404,17 @@ class ParserSettings:
         elements = [thought, _format(constraint)]
         tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
         return "structural_tag", json.dumps(tag)
+
+
+def _variables(request: ChatCompletionRequest) -> dict[str, Any]:
+    """For the chat template; what an effort says of thinking is as in SGLang's
+    `normalize_reasoning_inputs`."""
+    effort = request.reasoning_effort
+    if effort is None:
+        return dict(request.chat_template_kwargs)
+    thinks = effort not in ("none", "no_think")
+    said = {"reasoning_effort": effort, "thinking": thinks, "enable_thinking": thinks}
+    return {**said, **request.chat_template_kwargs}
 
 
 def _format(constraint: Constraint) -> dict[str, Any]:

@@ -34,7 +34,13 @@ from overstory.orchestrator.openai_protocol import (
     CompletionRequest,
     GenerationRequest,
 )
-from overstory.orchestrator.openai_responses import AnswerReason, ChatShape, Choice, CompletionShape
+from overstory.orchestrator.openai_responses import (
+    AnswerReason,
+    ChatShape,
+    Choice,
+    CompletionShape,
+    Usage,
+)
 from overstory.orchestrator.openai_tokens import add_token_routes
 from overstory.orchestrator.request_metrics import (
     AnswerCount,
@@ -211,7 +217,7 @@ async def _answer(
         running = WatchedRequest(await service.open(job, request_id, body.stream), watch)
     watch.admitted(time.monotonic() - asked_s)
     if body.stream:
-        return await _stream(running, job, body.include_usage, shape)
+        return await _stream(running, job, body, shape)
     try:
         return Json(await _whole(running, job, shape))
     finally:
@@ -247,7 +253,7 @@ def _choice(
 
 
 async def _stream(
-    running: WatchedRequest, job: Job, include_usage: bool, shape: Shape
+    running: WatchedRequest, job: Job, body: GenerationRequest, shape: Shape
 ) -> EventStream:
     """A stream whose first piece is there already: until then an error still has a status of its
     own."""
@@ -257,7 +263,7 @@ async def _stream(
     except BaseException:
         await running.aclose()
         raise
-    events = _events(first, pieces, running, job, include_usage, shape)
+    events = _events(first, pieces, running, job, body, shape)
     return EventStream(events, running.aclose)
 
 
@@ -266,14 +272,17 @@ async def _events(
     rest: AsyncIterator[Piece],
     running: WatchedRequest,
     job: Job,
-    include_usage: bool,
+    body: GenerationRequest,
     shape: Shape,
 ) -> AsyncIterator[bytes]:
+    include_usage = body.include_usage
     opened: set[int] = set()
     parsers: dict[int, AnswerParser] = {}
     try:
         async for piece in _chain(first, rest):
-            text = piece.text
+            text, usage = piece.text, None
+            if body.continuous_usage:
+                usage = Usage(len(job.plans[piece.index].prompt_ids), piece.committed)
             if piece.index not in opened:
                 opened.add(piece.index)
                 if job.parser is not None:
@@ -281,12 +290,12 @@ async def _events(
                 text = (job.prefixes[piece.index] if job.prefixes else "") + text
                 opening = shape.first(piece.index)
                 if opening is not None:
-                    yield openai_responses.stream_json(opening, include_usage)
+                    yield openai_responses.stream_json(opening, usage, include_usage)
             parts, reason = _parts(parsers.get(piece.index), text, piece.finish_reason)
             if parts == Parts() and reason is None and not piece.tokens:
                 continue
             chunk = shape.delta(piece.index, parts, reason, piece.tokens)
-            yield openai_responses.stream_json(chunk, include_usage)
+            yield openai_responses.stream_json(chunk, usage, include_usage)
     except ApiError as error:
         yield openai_responses.error_event(error)
         return

@@ -73,7 +73,7 @@ _RESERVED: dict[str, str] = {
     "enable_http2": _HTTP,
     "enable_cache_report": _HTTP,
     "stream_response_default_include_usage": _HTTP,
-    "sampling_defaults": _HTTP,
+    "sampling_defaults": "use `gateway.sampling_defaults`",
     "preferred_sampling_params": _HTTP,
     "allow_auto_truncate": _HTTP,
     "log_level_http": _HTTP,

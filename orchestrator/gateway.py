@@ -28,6 +28,7 @@ from overstory.orchestrator.controller_actor import hopeless
 from overstory.orchestrator.endpoint import build_http_app
 from overstory.orchestrator.engine_errors import EngineBusy, EngineDead, RequestRefused
 from overstory.orchestrator.fleet import GivenUp
+from overstory.orchestrator.generation_config import sampling_defaults
 from overstory.orchestrator.http_server import HttpServer
 from overstory.orchestrator.journal import GenerateCall
 from overstory.orchestrator.meters import Meters
@@ -173,6 +174,9 @@ class Gateway:
                 tokenizer.template,
                 tokenizer.vocabulary,
             ),
+            chat_defaults=sampling_defaults(model_dir)
+            if gateway.sampling_defaults == "model"
+            else None,
         )
         self._settings = gateway
         self._meters = Meters(GATEWAY, spec.name, through_ray=True)

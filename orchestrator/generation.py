@@ -36,13 +36,15 @@ class Piece:
     """Text of one choice that is certain; the last piece of a choice has its finish reason.
 
     `tokens` are those whose text begins to show with this piece, where log-probabilities are asked
-    for; a token of which a stop string leaves nothing is not among them.
+    for; a token of which a stop string leaves nothing is not among them. `committed` is how many
+    tokens its choice has with this piece.
     """
 
     index: int
     text: str
     finish_reason: FinishReason | None = None
     tokens: tuple[LoggedToken, ...] | None = None
+    committed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +193,8 @@ class Generation:
             step = stream.feed(shown, chunk.logprobs)
             if step.stop is not None:
                 entry.commit(shown[: step.used])
-                self._finish(entry, Piece(index, step.text, "stop", stream.shown(step)))
+                count = len(entry.committed)
+                self._finish(entry, Piece(index, step.text, "stop", stream.shown(step), count))
                 return
             entry.commit(chunk.ids)
             tokens = stream.shown(step)
@@ -202,11 +205,13 @@ class Generation:
                     step.text + rest.text,
                     "stop" if rest.stop else reason,
                     None if tokens is None else (*tokens, *more),
+                    len(entry.committed),
                 )
                 self._finish(entry, ended)
                 return
             if step.text:
-                self._pieces.put_nowait(Piece(index, step.text, None, tokens))
+                count = len(entry.committed)
+                self._pieces.put_nowait(Piece(index, step.text, None, tokens, count))
         raise AssertionError("a sequence was carried on to its end and has none")
 
     def _finish(self, entry: JournalEntry, piece: Piece) -> None:

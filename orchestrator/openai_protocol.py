@@ -63,9 +63,29 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "stop_regex": (),
     "no_stop_trim": (False,),
     "lora_path": (),
+    "reasoning": (),
     "return_hidden_states": (False,),
-}
-"""Known fields that are not supported yet, with the values besides null that ask for nothing."""
+    "return_routed_experts": (False,),
+    "routed_experts_start_len": (0,),
+    "return_cached_tokens_details": (False,),
+    "return_prompt_token_ids": (False,),
+    "return_token_ids": (False,),
+    "return_meta_info": (False,),
+    "continue_final_message": (False,),
+    "use_audio_in_video": (False,),
+    "custom_params": ({},),
+    **dict.fromkeys(
+        (
+            "bootstrap_host", "bootstrap_port", "bootstrap_room", "cache_salt", "custom_labels",
+            "custom_logit_processor", "data_parallel_rank", "disagg_prefill_dp_rank", "extra_key",
+            "images_config", "input_ids", "max_dynamic_patch", "min_dynamic_patch", "priority",
+            "rid", "routed_dp_rank", "session_id", "session_params", "task",
+        ),
+        (),
+    ),
+}  # fmt: skip
+"""Known fields that are not supported, with the values besides null that ask for nothing: OpenAI's,
+and all of SGLang's."""
 
 
 def known_fields(request: type[BaseModel]) -> set[str]:
@@ -78,6 +98,9 @@ class StreamOptions(Strict):
 
     include_usage: bool = False
     """End with a chunk that has no choices and the usage."""
+
+    continuous_usage_stats: bool = False
+    """Each chunk has the usage of its choice so far."""
 
     include_obfuscation: bool = False
     """Accepted; no padding is sent."""
@@ -129,6 +152,12 @@ class ResponseFormat(Strict):
         schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_
         return "json_schema", json.dumps(schema)
 
+
+ReasoningEffort = (
+    Literal["none", "no_think", "minimal", "low", "medium", "high", "xhigh", "max"]
+    | Annotated[float, Field(ge=0, le=0.99)]
+)
+"""How long the model may think; a number where its template wants one."""
 
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -298,6 +327,11 @@ class GenerationRequest(Strict):
         """Whether a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether each chunk of a stream says its choice's usage so far."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
 
 class CompletionRequest(GenerationRequest):
     """Body of `POST /v1/completions`."""
@@ -387,10 +421,10 @@ class ChatCompletionRequest(GenerationRequest):
     parallel_tool_calls: bool = True
     """Whether one answer may hold several calls."""
 
-    reasoning_effort: (
-        Literal["none", "no_think", "minimal", "low", "medium", "high", "xhigh", "max"] | None
-    ) = None
-    """A variable for the model's chat template."""
+    reasoning_effort: ReasoningEffort | None = None
+    """A variable for the model's chat template. With none and no_think the model does not think,
+    with others it does, where its template knows thinking or enable_thinking and
+    chat_template_kwargs does not say otherwise."""
 
     separate_reasoning: bool = True
     """Put reasoning into `reasoning_content`, where the deployment has a reasoning parser."""

@@ -74,9 +74,12 @@ def json_bytes(value: Any) -> bytes:
     return text.encode("utf-8", "backslashreplace")
 
 
-def stream_json(chunk: dict[str, Any], usage: bool) -> bytes:
-    """A chunk as an event; where usage was asked for, chunks before it carry it as null."""
-    return sse({**chunk, "usage": None} if usage and "usage" not in chunk else chunk)
+def stream_json(chunk: dict[str, Any], usage: Usage | None, asked: bool) -> bytes:
+    """A chunk as an event, with the usage so far of its choice. Where the usage of the whole was
+    `asked` for, chunks before it that have none carry it as null."""
+    if usage is not None:
+        return sse({**chunk, "usage": usage.json()})
+    return sse({**chunk, "usage": None} if asked else chunk)
 
 
 def sse(value: Any) -> bytes:

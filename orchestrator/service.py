@@ -5,7 +5,7 @@ Knows neither HTTP nor Ray; `endpoint` puts HTTP around it, `gateway` puts it in
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +14,7 @@ from overstory.orchestrator.admission import Admission, QueueFull, Slot
 from overstory.orchestrator.answer_parsers import AnswerParser, ChatPlan, ParserSettings
 from overstory.orchestrator.backend import Backend, EngineRefused, ReplicaLost
 from overstory.orchestrator.generation import ChoicePlan, Generation, LogprobsAsked, Piece
+from overstory.orchestrator.generation_config import SamplingDefault
 from overstory.orchestrator.journal import Journal
 from overstory.orchestrator.openai_errors import ApiError
 from overstory.orchestrator.openai_protocol import (
@@ -120,9 +121,11 @@ class EndpointService:
         resume: ResumeLimits | None = None,
         parsers: ParserSettings | None = None,
         on_move: Callable[[str], None] | None = None,
+        chat_defaults: Mapping[SamplingDefault, float] | None = None,
     ) -> None:
         """`resume` says how far a sequence is carried on after the loss of its replica, `on_move`
-        is as for `Carrier`; `parsers` find tool calls and reasoning in chats."""
+        is as for `Carrier`; `parsers` find tool calls and reasoning in chats; `chat_defaults` is
+        how chats are sampled that do not say."""
         self.served_name = served_name
         self.readiness = readiness
         self.limits = limits
@@ -133,6 +136,7 @@ class EndpointService:
         self._resume = resume or ResumeLimits()
         self._on_move = on_move
         self._parsers = parsers or ParserSettings()
+        self._chat_defaults = chat_defaults or {}
 
     async def plan_completion(self, request: CompletionRequest) -> Job:
         """Check and tokenize `POST /v1/completions`."""
@@ -154,7 +158,12 @@ class EndpointService:
         self._check_servable(request, 1)
         plan = await self._plan(request)
         ids = await self._chat_ids(request, plan)
-        return self._job(request, [ids], request.limit, "messages", (), plan)
+        defaults = {
+            name: value
+            for name, value in self._chat_defaults.items()
+            if name not in request.model_fields_set
+        }
+        return self._job(request, [ids], request.limit, "messages", (), plan, defaults)
 
     async def chat_ids(self, request: ChatCompletionRequest) -> tuple[int, ...]:
         """The prompt of a conversation, in tokens."""
@@ -316,6 +325,7 @@ class EndpointService:
         param: str,
         prefixes: tuple[str, ...],
         plan: ChatPlan,
+        defaults: Mapping[SamplingDefault, float] | None = None,
     ) -> Job:
         self._check_token_ids(request)
         plans: list[ChoicePlan] = []
@@ -328,7 +338,7 @@ class EndpointService:
                 )
             seed = draw_seed() if request.seed is None else fold_seed(request.seed)
             for choice_seed in choice_seeds(seed, request.n):
-                sampling = _sampling(request, choice_seed, new, plan.constraint)
+                sampling = _sampling(request, choice_seed, new, plan.constraint, defaults or {})
                 plans.append(ChoicePlan(number, ids, sampling, request.session))
         return Job(
             tuple(plans),
@@ -365,21 +375,25 @@ class EndpointService:
 
 
 def _sampling(
-    request: GenerationRequest, seed: int, max_new_tokens: int, constraint: Constraint | None
+    request: GenerationRequest,
+    seed: int,
+    max_new_tokens: int,
+    constraint: Constraint | None,
+    defaults: Mapping[SamplingDefault, float],
 ) -> Sampling:
     return Sampling(
         seed=seed,
         max_new_tokens=max_new_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k or -1,
-        min_p=request.min_p,
+        temperature=defaults.get("temperature", request.temperature),
+        top_p=defaults.get("top_p", request.top_p),
+        top_k=int(defaults.get("top_k", request.top_k)) or -1,
+        min_p=defaults.get("min_p", request.min_p),
         stop_token_ids=tuple(request.stop_token_ids),
         ignore_eos=request.ignore_eos,
         logit_bias=tuple((int(token), bias) for token, bias in request.logit_bias.items()),
         frequency_penalty=request.frequency_penalty,
         presence_penalty=request.presence_penalty,
-        repetition_penalty=request.repetition_penalty,
+        repetition_penalty=defaults.get("repetition_penalty", request.repetition_penalty),
         min_new_tokens=request.min_tokens,
         speculate=request.speculate,
         constraint=constraint,

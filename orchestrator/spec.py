@@ -141,6 +141,11 @@ class GatewaySpec(_Section):
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Longest prompt; a longer one is answered 400. Unset: what the engine takes."""
 
+    sampling_defaults: Literal["model", "openai"] = "model"
+    """What chats get that do not set temperature, top_p, top_k, min_p or repetition_penalty: what
+    the model's `generation_config.json` says (`model`), or OpenAI's defaults. As SGLang's argument
+    of this name."""
+
     api_keys_file: str | None = None
     """File of API keys, hashed, on the node where the gateway runs (`overstory key new`). It is
     read anew when it changes. A path starting with `.` is relative to the deployment file."""

@@ -121,14 +121,12 @@ class FileTokenizer:
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """See `Tokenizer.render_chat`."""
-        import jinja2
-
         if self._template is None:
             raise ChatTemplateError("the model has no chat template; use /v1/completions")
         given = {"add_generation_prompt": True, **self._named, **variables}
         try:
             return str(self._template.render(messages=messages, **given))
-        except (jinja2.TemplateError, TypeError) as error:
+        except Exception as error:  # Templates are programs, and take messages for granted.
             raise ChatTemplateError(f"the chat template refuses the messages: {error}") from error
 
 
@@ -170,12 +168,10 @@ class TransformersTokenizer:
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """See `Tokenizer.render_chat`."""
-        import jinja2
-
         given = {"add_generation_prompt": True, **variables}
         try:
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **given))
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # Templates are programs, and take messages for granted.
             raise ChatTemplateError(f"the chat template refuses the messages: {error}") from error
 
 

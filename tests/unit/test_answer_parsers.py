@@ -152,6 +152,11 @@ def test_reasoning_apart_and_in_the_text(size: int) -> None:
         assert (await _both(world, separate_reasoning=False))["content"] == "hm, yes</think>It is"
         off = await _both(world, chat_template_kwargs={"thinking": False})
         assert off["content"].startswith("hm, yes")
+        for effort in ("none", "no_think"):
+            assert await _both(world, reasoning_effort=effort) == off
+        said = {"reasoning_effort": "none", "chat_template_kwargs": {"thinking": True}}
+        assert await _both(world, **said) == answer, "what the template is told counts"
+        assert await _both(world, reasoning_effort=0.5) == answer
 
     play(
         story,
@@ -264,8 +269,11 @@ def test_a_grammar_begins_after_the_reasoning() -> None:
     formatted = {"response_format": {"type": "json_schema", "json_schema": schema}, "tools": []}
     kind, text = _plan(settings, **formatted).constraint
     assert json.loads(text)["format"]["elements"][1]["json_schema"] == SCHEMA
-    unthinking = _plan(settings, **formatted, chat_template_kwargs={"thinking": False})
-    assert unthinking.constraint[0] == "json_schema"
+    for off in ({"chat_template_kwargs": {"thinking": False}}, {"reasoning_effort": "none"}):
+        assert _plan(settings, **formatted, **off).constraint[0] == "json_schema"
+    asked_for = ParserSettings("deepseekv3", "deepseek-v3")  # It thinks only where it is told to.
+    for effort, kind in ((None, "json_schema"), ("low", "structural_tag"), ("none", "json_schema")):
+        assert _plan(asked_for, **formatted, reasoning_effort=effort).constraint[0] == kind
     for asked, kind in ({"regex": "a+"}, "regex"), ({"ebnf": 'root ::= "a"'}, "grammar"):
         text = _plan(settings, tools=[], **asked).constraint[1]
         assert json.loads(text)["format"]["elements"][1]["type"] == kind
@@ -311,6 +319,7 @@ def test_the_template_gets_tools_calls_and_answers() -> None:
 
     play(story, backend=ScriptedBackend(KIMI_CALLS), parsers=ParserSettings("kimi_k2"))
     assert seen["reasoning_effort"] == "low"
+    assert seen["thinking"] is seen["enable_thinking"] is True
     assert [tool["function"]["name"] for tool in seen["tools"]] == ["weather"]
     call = seen["messages"][1]["tool_calls"][0]
     assert call["function"] == {"name": "now", "arguments": {"zone": 1}}

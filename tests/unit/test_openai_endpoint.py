@@ -4,6 +4,7 @@ engine."""
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from overstory.orchestrator.backend import (
     TokenLogprobs,
 )
 from overstory.orchestrator.endpoint import build_http_app
+from overstory.orchestrator.generation_config import sampling_defaults
 from overstory.orchestrator.journal import GenerateCall
 from overstory.orchestrator.openai_errors import ApiError
 from overstory.orchestrator.openai_protocol import CompletionRequest
@@ -114,6 +116,7 @@ class World:
         timeout_s: float = 30,
         parsers: ParserSettings | None = None,
         context: int = CONTEXT,
+        chat_defaults: Any = None,
     ) -> None:
         async def nothing() -> None:
             pass
@@ -129,6 +132,7 @@ class World:
             readiness,
             ServiceLimits(context, context - CONTEXT + LONGEST_PROMPT, timeout_s),
             parsers=parsers,
+            chat_defaults=chat_defaults,
         )
         app = build_http_app(self.service, MAX_BODY)
         self.client = httpx.AsyncClient(
@@ -255,6 +259,57 @@ def test_usage_in_a_stream_where_asked_for(endpoint: str) -> None:
         assert all(chunk["usage"] is None and chunk["choices"] for chunk in chunks)
 
     play(story)
+
+
+@pytest.mark.parametrize("endpoint", ["complete", "chat"])
+@pytest.mark.parametrize("include", [False, True])
+def test_usage_so_far_in_each_chunk_where_asked_for(endpoint: str, include: bool) -> None:
+    async def story(world: World) -> None:
+        options = {"continuous_usage_stats": True, "include_usage": include}
+        post = getattr(world, endpoint)
+        chunks = events(await post(n=2, stream=True, stream_options=options))[:-1]
+        prompt = len("p") if endpoint == "complete" else len("user:hi\n")
+        counts: dict[int, list[int]] = {0: [], 1: []}
+        for chunk in chunks[:-1] if include else chunks:
+            usage = chunk["usage"]
+            assert usage["prompt_tokens"] == prompt
+            assert usage["total_tokens"] == prompt + usage["completion_tokens"]
+            counts[chunk["choices"][0]["index"]].append(usage["completion_tokens"])
+        opening = [] if endpoint == "complete" else [3]
+        assert counts[0] == counts[1] == [*opening, 3, 6, 9, 12, 13]
+        if include:
+            assert (chunks[-1]["choices"], chunks[-1]["usage"]["completion_tokens"]) == ([], 26)
+
+    play(story)
+
+
+def test_a_chat_that_does_not_say_is_sampled_as_the_model_wants() -> None:
+    wanted = {"temperature": 0.6, "top_p": 0.95, "top_k": 40, "repetition_penalty": 1.1}
+
+    async def story(world: World) -> None:
+        await world.chat()
+        await world.chat(temperature=None, top_p=1.0, top_k=0)
+        await world.complete()
+        first, second, plain = (call.sampling.engine_params() for call in world.backend.calls)
+        names = [*wanted, "min_p"]
+        assert [first[name] for name in names] == [0.6, 0.95, 40, 1.1, 0.0]
+        assert [second[name] for name in names] == [0.6, 1.0, -1, 1.1, 0.0]
+        assert [plain[name] for name in names] == [1.0, 1.0, -1, 1.0, 0.0], "as SGLang has it"
+
+    play(story, chat_defaults=wanted)
+
+
+def test_what_a_model_wants_is_in_its_folder(tmp_path: Path) -> None:
+    assert sampling_defaults(str(tmp_path)) == {}
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"temperature": 0.6, "top_k": null, "eos_token_id": 1, "do_sample": true}')
+    assert sampling_defaults(str(tmp_path)) == {"temperature": 0.6}
+    for text in ("{", '{"top_p": "high"}', '{"top_k": 1.5}', '{"min_p": true}'):
+        file.write_text(text)
+        with pytest.raises(
+            ValueError, match=r"generation_config\.json: .*gateway\.sampling_defaults"
+        ):
+            sampling_defaults(str(tmp_path))
 
 
 def test_chat_answers_whole_and_streamed() -> None:

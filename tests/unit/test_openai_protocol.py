@@ -1,3 +1,4 @@
+import importlib
 import json
 from typing import Any
 
@@ -6,10 +7,14 @@ from pydantic import ValidationError
 
 from overstory.orchestrator.openai_errors import ApiError, from_validation
 from overstory.orchestrator.openai_protocol import (
+    HARMLESS,
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
+    StreamOptions,
+    known_fields,
 )
+from overstory.orchestrator.sglang_parsers import sglang_parsers
 
 USER = {"role": "user", "content": "hi"}
 
@@ -126,6 +131,36 @@ def test_what_cannot_be_done_yet_is_refused_unless_it_asks_for_nothing(
         assert (error.param, error.code) == (field, "unsupported_parameter")
     completion(**{field: off})
     chat(**{field: off})
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
+def test_every_field_of_sglang_s_is_known_and_passes_where_it_asks_for_nothing(kind: Any) -> None:
+    """Their clients send defaults; what they ask for and get nothing of is refused by name."""
+    sglang_parsers()  # Without SGLang's engine.
+    protocol = importlib.import_module("sglang.srt.entrypoints.openai.protocol")
+    theirs = getattr(protocol, kind.__name__).model_fields
+    assert len(theirs) > 50
+    assert set(theirs) <= known_fields(kind)
+    assert set(protocol.StreamOptions.model_fields) <= set(StreamOptions.model_fields)
+    off = {
+        name: field.default
+        for name, field in theirs.items()
+        if not field.is_required() and name not in ("model", "tool_choice")
+    }
+    base = {"model": "m", "prompt": "p", "messages": [USER]}
+    kind.model_validate({**{n: v for n, v in base.items() if n in theirs}, **off})
+    refused = set(theirs) - set(kind.model_fields) - HARMLESS
+    for name in refused:
+        error = refusal(kind, **{name: "something"})
+        assert (error.param, error.code) == (name, "unsupported_parameter")
+
+
+@pytest.mark.parametrize("effort", [1, 0.995, -0.1, True, "some"])
+def test_an_effort_is_a_word_or_a_number_below_one(effort: Any) -> None:
+    error = refusal(ChatCompletionRequest, reasoning_effort=effort)
+    assert (error.status, error.param) == (400, "reasoning_effort")
+    assert chat(reasoning_effort=0.5).reasoning_effort == 0.5
+    assert chat(reasoning_effort="max").reasoning_effort == "max"
 
 
 @pytest.mark.parametrize("bias", [{"1": "x"}, {"1": True}, {"1": float("nan")}, {"1": None}])
