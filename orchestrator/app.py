@@ -20,6 +20,8 @@ _ONE = 0.01
 """`rolling_update_percentage` by which Serve replaces one replica at a time (it takes at least one;
 its percentage is a fraction)."""
 
+_ATTEMPT_S = 0.001
+
 _GATEWAY_VERSION = "gateway"
 """Always the same: Serve draws a new one for each hand-over, and would end the gateway that holds
 the clients' connections whenever replicas are to be replaced."""
@@ -32,6 +34,7 @@ def build_app(
     nodes_per_replica: int = 1,
     version: str | None = None,
     surge: bool = False,
+    attempt: int = 0,
     proxied: bool = False,
 ) -> Application:
     """What `serve.run` deploys.
@@ -43,9 +46,11 @@ def build_app(
         version: of the replicas; another one than before replaces each of them. Unset: a new one.
         surge: replace a replica only once its successor runs, beside it, instead of ending it
             first.
+        attempt: another one than before, with the version that a rolling update has stopped at,
+            has Serve go on with it.
         proxied: clients come by Serve's proxies, not to the gateway's own port.
     """
-    replicas = replica_deployment(Replica, spec, nodes_per_replica, version, surge)
+    replicas = replica_deployment(Replica, spec, nodes_per_replica, version, surge, attempt)
     return with_gateway(spec, replicas.bind(spec, nodes_per_replica), proxied)
 
 
@@ -55,6 +60,7 @@ def replica_deployment(
     nodes_per_replica: int = 1,
     version: str | None = None,
     surge: bool = False,
+    attempt: int = 0,
 ) -> Deployment:
     """A class with the methods of `Replica` under Serve's settings of a replica; the rest is as for
     `build_app`."""
@@ -68,7 +74,9 @@ def replica_deployment(
         max_ongoing_requests=_UNBOUNDED,
         health_check_period_s=2,
         health_check_timeout_s=30,
-        graceful_shutdown_timeout_s=DRAIN_S + 10,
+        # By the attempt, for Serve forgets a stopped update only for settings that differ; these
+        # it changes without a word to the replicas.
+        graceful_shutdown_timeout_s=DRAIN_S + 10 + attempt * _ATTEMPT_S,
         graceful_shutdown_wait_loop_s=0.5,
         request_router_config=RequestRouterConfig(
             request_router_class=ROUTER,

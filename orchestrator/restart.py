@@ -50,6 +50,10 @@ class Begun:
     spec: dict[str, Any]
     nodes_per_replica: int
     surge: bool
+    attempt: int = 0
+    """How often Serve has been asked to go on with it after it had stopped."""
+    stopped: bool = False
+    """Whether Serve has stopped it at a replica that failed; those that are new stay so."""
 
 
 def restart(
@@ -79,7 +83,7 @@ def restart(
         refuse_changes(spec, wanted)
         check_models(wanted)
         refuse_if_changing(record.name)
-        begun = _plan(record, spec, wanted)
+        begun = _go_on(record, _plan(record, spec, wanted))
         _write(record.name, {"restart": dataclasses.asdict(begun)})
         for line in changed_settings(spec, wanted):
             progress.tell("placement", line)
@@ -87,9 +91,9 @@ def restart(
         with contextlib.suppress(ControlError):  # Without a controller nothing was given up.
             ask_controller(record.name, "asked_for", wanted.replicas)
         try:
-            serving.roll(wanted, begun.nodes_per_replica, begun.version, begun.surge)
+            _roll(begun, begun.surge)
         except Exception:  # Not begun: later crashes must not look like its end.
-            _write(record.name, {"restart": None})
+            _write(record.name, {"restart": record.restart})
             raise
         return _follow(record.name, begun, progress, timeout_s)
 
@@ -102,7 +106,7 @@ def follow(name: str | None, progress: Progress, timeout_s: float) -> list[Repla
     """
     with connected(name) as record:
         serving.quiet_serve_logs()
-        if record.restart is None:
+        if record.restart is None or Begun(**record.restart).stopped:
             raise RestartError(f"no restart of {record.name} is under way")
         return _follow(record.name, Begun(**record.restart), progress, timeout_s)
 
@@ -170,6 +174,25 @@ def _plan(record: DeploymentRecord, spec: DeploymentSpec, wanted: DeploymentSpec
     )
 
 
+def _go_on(record: DeploymentRecord, planned: Begun) -> Begun:
+    """What is planned; where it is what a stopped restart was about, that one goes on: replicas
+    that it has made new stay."""
+    if record.restart is None:
+        return planned
+    before = Begun(**record.restart)
+    same = before.spec == planned.spec and before.nodes_per_replica == planned.nodes_per_replica
+    if not before.stopped or not same:
+        return planned
+    left = [name for name in planned.old if name in before.old]
+    attempt = before.attempt + 1
+    return dataclasses.replace(planned, version=before.version, old=left, attempt=attempt)
+
+
+def _roll(begun: Begun, surge: bool) -> None:
+    spec = parse_spec(begun.spec)
+    serving.roll(spec, begun.nodes_per_replica, begun.version, surge, begun.attempt)
+
+
 def _refuse_to_grow(
     spec: DeploymentSpec, wanted: DeploymentSpec, nodes_per_replica: int, error: PlanError
 ) -> None:
@@ -190,14 +213,14 @@ def _follow(name: str, begun: Begun, progress: Progress, timeout_s: float) -> li
     surge = begun.surge
     try:
         while True:
-            _look(name, seen, wanted, progress)
+            _look(name, seen, begun, progress)
             if seen.done:
                 break
             still_s = seen.still_s(time.monotonic())
             if surge and still_s > _ROOM_S and serving.waits_for_room(name):
                 surge = False
                 progress.tell("placement", "the room is gone; " + _manner(surge))
-                serving.roll(wanted, begun.nodes_per_replica, begun.version, surge)
+                _roll(begun, surge)
             if still_s > timeout_s:
                 raise RestartError(
                     f"nothing happened for {timeout_s:.0f} s: {seen.describe()}. Serve goes on; "
@@ -214,30 +237,34 @@ def _follow(name: str, begun: Begun, progress: Progress, timeout_s: float) -> li
     return seen.replaced
 
 
-def _look(name: str, seen: RestartProgress, wanted: DeploymentSpec, progress: Progress) -> None:
+def _look(name: str, seen: RestartProgress, begun: Begun, progress: Progress) -> None:
     """Takes in how things are.
 
     Raises:
         RestartError: Serve has stopped at a replica that failed.
     """
-    known = len(seen.replaced)
+    known, first = len(seen.replaced), seen.kept is None
     seen.look(serving.replica_states(name), time.monotonic())
+    if first and seen.kept:
+        progress.tell("placement", f"new already, and kept: {', '.join(sorted(seen.kept))}")
     for one in seen.replaced[known:]:
         progress.tell("first token", f"replica {one.name} took over after {one.seconds:.1f} s")
     app = serving.app_status(name)
     if app is None:
         raise RestartError(f"{name} was taken down meanwhile")
     if app.status == "DEPLOY_FAILED":
-        _write(name, {"restart": None})
+        _write(name, {"restart": dataclasses.asdict(dataclasses.replace(begun, stopped=True))})
         left = dict(app.replicas.get("Replica", {}))
         raise RestartError(
             f"stopped at a replica that failed ({seen.describe()}; serving on: {left or 'none'}). "
-            "Those that are old keep the old settings. `overstory restart` without a file goes "
-            "back to those; with a better file it goes on. Serve starts no replica before that, "
-            "not even in place of one that is lost meanwhile.\n" + _why(name)
+            "Those that are old keep the old settings. The same `overstory restart` again goes on "
+            "where it stopped; one with a better file, or without a file for the old settings, "
+            "replaces all. Serve starts no replica before that, not even in place of one that is "
+            "lost meanwhile.\n" + _why(name)
         )
     if not seen.done:
-        phase, _ = describe_ranks(serving.ask_ranks(name, "phase", 2.0), wanted.replicas)
+        replicas = begun.spec["replicas"]
+        phase, _ = describe_ranks(serving.ask_ranks(name, "phase", 2.0), replicas)
         progress.tell(phase, seen.describe())
 
 

@@ -84,7 +84,8 @@ class Replaced:
 
 
 class RestartProgress:
-    """Follows the states of replicas through one restart.
+    """Follows the states of replicas through one restart. Those that are new at the first look
+    were replaced before it, nobody knows how quickly: they are not among `replaced`.
 
     Args:
         old: names of the replicas that are to go.
@@ -97,6 +98,8 @@ class RestartProgress:
         self._replicas = replicas
         self._moved_s = self._stepped_s = now_s
         self._last: tuple[frozenset[str], frozenset[str]] = (old, frozenset())
+        self.kept: frozenset[str] | None = None
+        """Those that were new at the first look; None before it."""
         self.replaced: list[Replaced] = []
         self.done = False
 
@@ -106,7 +109,9 @@ class RestartProgress:
         fresh = frozenset(name for name, state in states.items() if state == "RUNNING") - self._old
         if (left, fresh) != self._last:
             self._last, self._moved_s = (left, fresh), now_s
-        for name in sorted(fresh - {one.name for one in self.replaced}):
+        if self.kept is None:
+            self.kept = fresh
+        for name in sorted(fresh - self.kept - {one.name for one in self.replaced}):
             self.replaced.append(Replaced(name, now_s - self._stepped_s))
             self._stepped_s = now_s
         self.done = not left and len(fresh) == self._replicas and len(states) == self._replicas

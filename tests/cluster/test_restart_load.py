@@ -191,6 +191,38 @@ def test_a_restart_stops_at_a_replica_that_fails(deployed: Deployed) -> None:
 
 
 @pytest.mark.full
+def test_a_stopped_restart_goes_on_where_it_stopped(deployed: Deployed) -> None:
+    """The drafter's file breaks once the first of two is new, and is mended: the first stays."""
+    deployed.up("replicas=2", "resources.cpus_per_rank=0.6", "tree.budget=7")
+    before = deployed.replicas()
+    drafter = deployed.file.parent / "drafter"
+    shutil.copytree(resolve_model("overstory-tiny-drafter"), drafter)
+    whole = {file: file.read_bytes() for file in drafter.glob("*.safetensors")}
+    asked = deployed.changed("replicas=2", "tree.budget=7", f"drafter={drafter}")
+    said = deployed.file.with_name("restart")
+    command = subprocess.Popen(
+        [deployed.shell.script, *asked], stderr=said.open("w"), env=deployed.shell.environment
+    )
+    wait_until(lambda: "1 of 2 replicas are new" in said.read_text(), UP_S, "the first one")
+    for file, content in whole.items():
+        file.write_bytes(content[:1000])
+    assert command.wait(UP_S) == 1, said.read_text()
+    assert "stopped at a replica that failed (1 of 2 replicas are new" in said.read_text()
+    half_way = deployed.replicas()
+    fresh = half_way.keys() - before.keys()
+    assert len(fresh) == 1
+    for file, content in whole.items():
+        file.write_bytes(content)
+    again = run(deployed, *asked)
+    assert again.returncode == 0, again.stderr
+    assert f"new already, and kept: {fresh.pop()}" in again.stderr
+    after = deployed.replicas()
+    assert half_way.items() & after.items() == half_way.items() - before.items()
+    assert not after.keys() & before.keys()
+    assert len(after) == 2
+
+
+@pytest.mark.full
 def test_a_loss_during_a_restart_stops_it_and_the_next_one_goes_on(deployed: Deployed) -> None:
     """The first of two successors dies while the second one starts."""
     deployed.up("replicas=2", "resources.cpus_per_rank=0.6")

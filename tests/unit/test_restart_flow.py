@@ -3,6 +3,7 @@ nodes and the clock are played."""
 
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.serve._private.version import DeploymentVersion
 
 from overstory.orchestrator import restart as restart_module
 from overstory.orchestrator import scale as scale_module
@@ -49,6 +51,7 @@ class World:
         self.status, self.message = "RUNNING", ""
         self.story: list[dict[str, str]] = [dict.fromkeys("ab"[: spec.replicas], "RUNNING")]
         self.rolls: list[tuple[str, bool, DeploymentSpec]] = []
+        self.attempts: list[int] = []
         self.replicas: list[int] = []
         self.roll_fails = False
 
@@ -57,9 +60,12 @@ class World:
     def quiet_serve_logs(self) -> None:
         pass
 
-    def roll(self, spec: DeploymentSpec, nodes: int, version: str, surge: bool) -> None:
+    def roll(
+        self, spec: DeploymentSpec, nodes: int, version: str, surge: bool, attempt: int
+    ) -> None:
         if self.roll_fails:
             raise ConnectionError("Serve's controller is gone")
+        self.attempts.append(attempt)
         self.rolls.append((version, surge, spec))
 
     def set_replicas(self, name: str, replicas: int) -> None:
@@ -227,11 +233,13 @@ def test_it_stops_at_a_replica_that_fails_and_says_why_and_goes_on(world: World,
     for words in (
         "stopped at a replica that failed (0 of 2 replicas are new, 2 old there; serving on: ",
         "rank 0 died (exit code 1): SafetensorError",
-        "`overstory restart` without a file goes back",
+        "The same `overstory restart` again goes on where it stopped",
         "not even in place of one that is lost",
     ):
         assert words in str(stopped.value)
-    assert (record().spec, record().restart) == (spec.model_dump(), None)
+    assert record().spec == spec.model_dump()
+    with pytest.raises(RestartError, match="no restart of d is under way"):
+        told(follow)
     with pytest.raises(ScaleError, match=r"has stopped at a replica .* `overstory restart`"):
         told(scale, 3)
     assert world.replicas == []
@@ -243,6 +251,70 @@ def test_it_stops_at_a_replica_that_fails_and_says_why_and_goes_on(world: World,
     world.roll = succeed  # type: ignore[method-assign]
     assert "all 2 replicas are new" in told(restart, None)
     assert world.rolls[-1][2] == spec
+    assert len({version for version, _, _ in world.rolls}) == 2, "old settings: all are replaced"
+    assert record().restart is None
+
+
+HALF_WAY = {"b": "RUNNING", "c": "RUNNING"}
+
+
+def _stop_half_way(world: World, wanted: DeploymentSpec) -> None:
+    """`a` is replaced by `c`, what is to replace `b` fails."""
+    world.free_cpus = 1.0
+    roll = world.roll
+
+    def fail(*given: Any) -> None:
+        roll(*given)
+        world.status, world.message, world.story = "DEPLOY_FAILED", STOPPED, [HALF_WAY]
+
+    world.roll = fail  # type: ignore[method-assign]
+    with pytest.raises(RestartError, match=r"1 of 2 replicas are new, 1 old there"):
+        told(restart, wanted)
+
+    def succeed(*given: Any) -> None:
+        roll(*given)
+        world.status, world.message = "RUNNING", ""
+        world.story = [HALF_WAY, {"c": "RUNNING", "d": "RUNNING"}]
+
+    world.roll = succeed  # type: ignore[method-assign]
+
+
+def test_the_same_restart_again_goes_on_where_it_stopped(world: World, spec) -> None:
+    wanted = spec.model_copy(update={"environment": {"X": "1"}})
+    _stop_half_way(world, wanted)
+    text = told(restart, wanted)
+    assert "new already, and kept: c" in text
+    assert "replica d took over" in text
+    assert "replica c took over" not in text
+    (first, _, _), (second, _, _) = world.rolls
+    assert (first, world.attempts) == (second, [0, 1])
+    assert (record().spec, record().restart) == (wanted.model_dump(), None)
+
+
+def test_a_stopped_restart_is_not_gone_on_with_for_other_settings(world: World, spec) -> None:
+    _stop_half_way(world, spec.model_copy(update={"environment": {"X": "1"}}))
+    roll = world.roll
+
+    def replace_all(*given: Any) -> None:
+        roll(*given)
+        world.story = [HALF_WAY, {"e": "RUNNING", "f": "RUNNING"}]
+
+    world.roll = replace_all  # type: ignore[method-assign]
+    told(restart, spec.model_copy(update={"environment": {"X": "2"}}))
+    (first, _, _), (second, _, _) = world.rolls
+    assert first != second
+    assert world.attempts == [0, 0]
+
+
+def test_a_stopped_restart_that_serve_does_not_take_again_stays_so(world: World, spec) -> None:
+    wanted = spec.model_copy(update={"environment": {"X": "1"}})
+    _stop_half_way(world, wanted)
+    before = record().restart
+    world.roll_fails = True
+    world.roll = functools.partial(World.roll, world)  # type: ignore[method-assign]
+    with pytest.raises(ConnectionError):
+        told(restart, wanted)
+    assert record().restart == before
 
 
 def test_a_restart_whose_command_is_gone_is_watched_to_its_end(world: World, spec) -> None:
@@ -306,6 +378,21 @@ def test_serve_replaces_one_at_a_time_and_waits_longer_than_we_do(spec, surge: b
     for replicas in (1, 3, 50):
         assert max(int(config.rolling_update_percentage * replicas), 1) == 1  # as Serve counts
         assert (config.max_surge_percent * replicas + 99) // 100 == int(surge)
+
+
+def test_serve_goes_on_with_a_stopped_restart_and_touches_no_new_replica(spec) -> None:
+    """By its own rules: other settings make it forget the failure, and these are none that a
+    replica is replaced or even told for."""
+
+    def version(attempt: int) -> DeploymentVersion:
+        made = replica_deployment(Copy, spec, 1, "v1", True, attempt)
+        return DeploymentVersion(made.version, made._deployment_config, {})
+
+    first, again = version(0), version(1)
+    assert first != again
+    assert not first.requires_actor_restart(again)
+    assert not first.requires_actor_reconfigure(again)
+    assert not first.requires_long_poll_broadcast(again)
 
 
 def test_the_gateway_stays_through_a_restart(spec) -> None:
