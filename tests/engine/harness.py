@@ -13,6 +13,7 @@ import threading
 import uuid
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from overstory.workers.environment import cpu_engine_defaults, prepare_process
@@ -147,6 +148,9 @@ class EngineHarness:
         ports = PortArgs.init_new(self.server_args)
         self._gpu = self.first_gpu + tp_rank if self.device == "cuda" else 0
         self.scheduler = Scheduler(self.server_args, ports, self._gpu, tp_rank, 0, 0, 0, 0, None)
+        if writer := self.scheduler.load_snapshot_writer:
+            # Nobody reads its file in /dev/shm, and SGLang would leave it there.
+            Path(writer.path).unlink(missing_ok=True)
         self.outputs: dict[str, Output] = {}
         self._gate = _Gate()
         self._view = SglangScheduler(self.scheduler)

@@ -55,7 +55,9 @@ def main() -> None:
         ),
         flush=True,
     )
+    loads = engine.tokenizer_manager.load_snapshot_reader.path
     engine.shutdown()
+    os.unlink(loads)  # SGLang leaves it.
 
 
 if __name__ == "__main__":

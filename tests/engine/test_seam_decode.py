@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -101,3 +102,10 @@ def test_stock_dflash_equals_plain(
     )
     assert harness.generate(prompts, GREEDY) == plain
     harness.assert_no_leak()
+
+
+def test_nothing_is_left_in_shared_memory(engine: Callable[..., EngineHarness]) -> None:
+    """SGLang never takes the file away through which a scheduler tells its load."""
+    writer = engine().scheduler.load_snapshot_writer
+    assert writer is not None
+    assert not Path(writer.path).exists()
