@@ -172,9 +172,14 @@ class ControllerState:
         replica.phase, replica.condemned = "condemned", True
         self._condemned += 1
         replica.reason = (
-            f"ranks {difference.other} and {difference.rank} differ at forward {difference.forward}"
+            f"ranks {difference.other} and {difference.rank} differ in the steps up to forward "
+            f"{difference.forward}"
         )
         return Verdict(name, difference)
+
+    def explained(self, name: str, reason: str) -> None:
+        """What differs between the ranks of a condemned replica, and where."""
+        self._replicas[name].reason = reason
 
     def moved_apart(self, name: str, reason: str) -> None:
         """Its ranks differ after an act of all of them: as with steps that differ, it is lost."""

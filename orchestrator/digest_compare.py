@@ -18,10 +18,10 @@ Link = tuple[int, str]
 
 @dataclass(frozen=True)
 class Difference:
-    """The first forward at which ranks differ.
+    """The first link at which ranks differ.
 
     Attributes:
-        forward: its number.
+        forward: its number: that of the last forward it covers.
         rank: the rank to blame: alone against a majority, else the higher one.
         other: a rank that differs from it.
     """

@@ -220,6 +220,18 @@ class LeaseLedger:
         assert self._current is not None
         return not self._queued and 2 * self._remaining(launched) < self._current.steps
 
+    def quiet_until(self, launched: int) -> float:
+        """Number of launched batches at which this ledger next has something to say unasked: less
+        than half of the present lease is left, or nothing. Infinity: never.
+
+        Call it after `boundary`.
+        """
+        current = self._current
+        if current is None or self._mode in ("unmanaged", "free-running"):
+            return math.inf
+        below_half = self._begun_at + current.steps // 2 + 1
+        return below_half if launched < below_half else self._begun_at + current.steps
+
     def view(self, launched: int) -> LeaseView:
         """The ledger now, for reports."""
         current = self._current

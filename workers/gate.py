@@ -94,6 +94,7 @@ class StepGate:
         self._reports_at: list[int] = []  # batches at which those in `await_due` return
         self._iterations = 0
         self._launched = 0
+        self._quiet_until: float = 0  # batches up to which a busy loop need not stop here
         self._idle_s = 0.0
         self._lease_wait_s = 0.0
         self._clock = clock
@@ -109,6 +110,10 @@ class StepGate:
             leases that begin with this iteration, to go in front of its requests.
         """
         assert self._rank == 0, "only rank 0 decides at the gate"
+        launched = scheduler.launched()
+        if launched < self._quiet_until and not scheduler.idle():
+            self._launched = launched
+            return []
         begins: list[LeaseBegins] = []
         while True:
             busy = self._has_work(scheduler)
@@ -121,6 +126,7 @@ class StepGate:
                 if self._report_due():
                     self._changed.notify_all()
                 if boundary.go or begins:
+                    self._quiet_until = self._next_event(launched)
                     return begins
                 self._wait_for_lease(boundary.wait_s)
 
@@ -149,6 +155,7 @@ class StepGate:
     def attach(self, owner: str = "", held: int = 0) -> int:
         """See `LeaseLedger.attach`. Rank 0 only."""
         with self._changed:
+            self._quiet_until = 0
             return self._ledger.attach(owner, held)
 
     def detach(self, epoch: int) -> None:
@@ -174,6 +181,7 @@ class StepGate:
         with self._changed:
             offers = self._offers
             self._reports_at.append(seen + every)
+            self._quiet_until = 0
             try:
                 while not self._report_due() and self._offers == offers:
                     left = deadline - self._clock()
@@ -227,8 +235,14 @@ class StepGate:
             self._launched >= min(self._reports_at) or self._ledger.due_next(self._launched)
         )
 
+    def _next_event(self, launched: int) -> float:
+        """Holds the lock: batches at which there is something to do here, if nobody calls."""
+        reports = (at for at in self._reports_at if at > launched)
+        return min(self._ledger.quiet_until(launched), *reports, math.inf)
+
     def _notify(self) -> None:
         """Holds the lock: wakes the loop, wherever it waits."""
+        self._quiet_until = 0
         self._changed.notify_all()
         self._wake_line.ring()
 

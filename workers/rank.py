@@ -27,7 +27,7 @@ from overstory.workers.commands import EXTENSIONS_VARIABLE, CommandContext, Comm
 from overstory.workers.death_note import EXIT_DIVERGED, EXIT_LOOP_FAILED, EXIT_ORDERED, LastWill
 from overstory.workers.defrag import handlers
 from overstory.workers.defrag.handlers import SHELF
-from overstory.workers.digest import DigestChain, StepFacts
+from overstory.workers.digest import DigestChain, LinkFacts
 from overstory.workers.digest_gather import COMPARE_VARIABLE, DigestGather
 from overstory.workers.environment import prepare_process
 from overstory.workers.gate import RanksDiverged, StepGate
@@ -39,6 +39,7 @@ from overstory.workers.process_ids import kernel_memory_kills, process_start_tic
 from overstory.workers.scheduler_view import SglangScheduler
 from overstory.workers.sglang_metrics import pass_on
 from overstory.workers.shared_names import take_names_off
+from overstory.workers.step_notes import StepNotes
 from overstory.workers.step_stats import STATS
 from overstory.workers.tree_policy import parse_policy
 
@@ -126,6 +127,7 @@ class RankHost:
         self._command_results: dict[str, Any] = {}
         self._prefixes = PrefixReader()
         self._digests = DigestChain()
+        self._notes: StepNotes | None = None
         self._gate = StepGate(rank, lease_timeout_s, self._begin_lease)
         self._gather: DigestGather | None = None
         if os.environ.get(COMPARE_VARIABLE) == "gather":
@@ -148,9 +150,7 @@ class RankHost:
         from overstory.workers import rank_hooks
         from overstory.workers.seam.plugin import verify_installed
 
-        self._hooked = rank_hooks.HookedRank(
-            self._rank, self._gate, self._digests, self._will, self._enter
-        )
+        self._hooked = rank_hooks.HookedRank(self._rank, self._gate, self._will, self._enter)
         rank_hooks.install(self._hooked)
         load_plugins()
         verify_installed()
@@ -204,6 +204,7 @@ class RankHost:
             raise self._failed("building its scheduler", error) from error
         take_names_off()
         self._view = self._hooked.view = SglangScheduler(scheduler)
+        self._notes = self._hooked.notes = self._view.notes(self._digests)
         if server_args.enable_metrics and (
             rank == 0 or server_args.enable_metrics_for_all_schedulers
         ):
@@ -278,13 +279,13 @@ class RankHost:
             "auto": self._view.automatic_policy() if self._view else None,
             "weights": self._handoff.loaded(),
             "digests": self._digests.after(after_forward),
-            "digest_us": self._digests.mean_us(),
+            "digest_us": self._notes.mean_us() if self._notes else 0.0,
             "commands": dict(self._command_results),
         }
         return report
 
-    def step_facts(self, forward: int) -> StepFacts | None:
-        """The facts behind a recent digest, to say what differs."""
+    def step_facts(self, forward: int) -> LinkFacts | None:
+        """The facts behind a recent link of the digests, to say what differs."""
         return self._digests.facts(forward)
 
     def attach(self, owner: str = "", held: int = 0) -> int:
@@ -351,6 +352,8 @@ class RankHost:
 
     def _begin_lease(self, lease: Lease) -> None:
         """On every rank, at the boundary where `lease` begins; errors end the rank."""
+        assert self._notes is not None
+        self._notes.close()  # What commands change must not mix with what steps did.
         if self._gather is not None:
             assert self._view is not None
             self._gather.compare(self._view.raw.tp_group)

@@ -7,17 +7,16 @@ so the hooks find it in one module variable.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from overstory.workers.death_note import LastWill
-from overstory.workers.digest import DigestChain
 from overstory.workers.gate import StepGate
 from overstory.workers.scheduler_view import SglangScheduler, already_processed, choice_of
 from overstory.workers.seam.errors import SeamError
 from overstory.workers.seam.patches import Patch, hook
+from overstory.workers.step_notes import StepNotes
 from overstory.workers.watchdog import watch
 
 _RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
@@ -26,14 +25,15 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
 @dataclass
 class HookedRank:
-    """What the hooks act upon. `view` is set when the scheduler exists; its loop starts later."""
+    """What the hooks act upon. `view` and `notes` are set when the scheduler exists; its loop
+    starts later."""
 
     rank: int
     gate: StepGate
-    digests: DigestChain
     will: LastWill
     enter_phase: Callable[[str], None]
     view: SglangScheduler | None = None
+    notes: StepNotes | None = None
 
 
 _HOOKED: HookedRank | None = None
@@ -116,12 +116,10 @@ def _receive(original: Callable[[Any], list[Any]], receiver: Any) -> list[Any]:
 def _process(original: Callable[..., Any], scheduler: Any, batch: Any, result: Any) -> Any:
     if already_processed(result):
         return None
-    hooked = _hooked()
+    notes = _hooked().notes
     outcome = original(scheduler, batch, result)
-    assert hooked.view is not None
-    begun = time.perf_counter_ns()
-    hooked.digests.add(batch.forward_iter, hooked.view.step_facts(batch, choice_of(result)))
-    hooked.digests.spent_ns += time.perf_counter_ns() - begun
+    assert notes is not None
+    notes.note(batch, choice_of(result))
     return outcome
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from overstory.workers.digest import RequestFacts, StepFacts
+from overstory.workers.digest import DigestChain
+from overstory.workers.step_notes import StepNotes
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
-
-_SEEN = "_overstory_seen"
-"""Attribute on SGLang's Req: (output tokens, committed positions) that earlier digests cover."""
 
 _CHOICE = "_overstory_choice"
 """Attribute on a batch result: the step's tree policy, with what it was chosen by."""
@@ -48,7 +46,10 @@ class SglangScheduler:
     def idle(self) -> bool:
         """Whether nothing is running, queued or in flight (or SGLang was told to pause)."""
         scheduler = self._scheduler
-        return bool(scheduler._engine_paused or scheduler.is_fully_idle())
+        if scheduler._engine_paused:
+            return True
+        # Asked at every step, and SGLang looks at a dozen things: one of them mostly says it.
+        return not scheduler.running_batch.reqs and bool(scheduler.is_fully_idle())
 
     def input_waits(self, timeout_s: float, wake_line: int) -> bool:
         """Sleeps until a request can be read: True. False: the wake line rang, or time is up."""
@@ -78,13 +79,9 @@ class SglangScheduler:
                 scheduler.process_batch_result(batch, result)
                 setattr(result, _PROCESSED, True)
 
-    def step_facts(self, batch: Any, choice: str = "") -> StepFacts:
-        """What the batch whose results were just taken in did, under which `choice_of`."""
-        return StepFacts(
-            requests=tuple(self._request_facts(req) for req in batch.reqs),
-            free_slots=int(self._scheduler.token_to_kv_pool_allocator.available_size()),
-            choice=choice,
-        )
+    def notes(self, chain: DigestChain) -> StepNotes:
+        """Notes of this scheduler's batches, for a chain of digests."""
+        return StepNotes(chain, self._slots, self._free_slots)
 
     def automatic_policy(self) -> dict[str, Any] | None:
         """See `StepChooser.report`; None without DDTREE or a cost table. From any thread."""
@@ -98,7 +95,7 @@ class SglangScheduler:
         return {
             "running": len(scheduler.running_batch.reqs),
             "waiting": len(scheduler.waiting_queue),
-            "free_slots": int(scheduler.token_to_kv_pool_allocator.available_size()),
+            "free_slots": self._free_slots(),
             "cached_slots": self._cached_slots(),
             "max_slots": int(scheduler.max_total_num_tokens),
         }
@@ -115,25 +112,13 @@ class SglangScheduler:
         except NotImplementedError:  # Hybrid models' caches count each kind of layer apart.
             return int(cache.full_evictable_size())
 
-    def _request_facts(self, req: Any) -> RequestFacts:
-        seen_output, seen_slots = getattr(req, _SEEN, (0, 0))
-        committed = int(req.kv_committed_len)
-        seen_slots = min(seen_slots, committed)  # A retracted request starts over.
-        setattr(req, _SEEN, (len(req.output_ids), committed))
-        reason = req.finished_reason
-        return RequestFacts(
-            rid=req.rid,
-            emitted=tuple(int(token) for token in req.output_ids[seen_output:]),
-            length=len(req.origin_input_ids) + len(req.output_ids),
-            slots=tuple(self._slots(req, seen_slots, committed)),
-            finished=type(reason).__name__ if reason is not None else "",
-        )
+    def _free_slots(self) -> int:
+        return int(self._scheduler.token_to_kv_pool_allocator.available_size())
 
-    def _slots(self, req: Any, start: int, end: int) -> Iterable[int]:
+    def _slots(self, req: Req, start: int, end: int) -> tuple[int, ...]:
         if self._slot_table is None or req.req_pool_idx is None or start >= end:
             return ()
-        slots: list[int] = self._slot_table[req.req_pool_idx, start:end].tolist()
-        return slots
+        return tuple(self._slot_table[req.req_pool_idx, start:end].tolist())
 
 
 def note_choice(result: Any, choice: str) -> None:

@@ -98,7 +98,8 @@ def stop_many_times(engine: LiveEngine, stops: int) -> None:
     assert zero["forwards"] - before["forwards"] >= stops, "the ranks were not working"
     zero, one = engine.reports(before["forwards"])
     assert zero["digests"] == one["digests"]
-    assert len(zero["digests"].links) >= stops
+    # What a lease ran is linked where the next one begins.
+    assert len(zero["digests"].links) >= stops - 1
 
 
 @pytest.mark.parametrize("stops", [STOPS, pytest.param(FULL_STOPS, marks=pytest.mark.full)])

@@ -287,8 +287,8 @@ class Leases:
 
         engine = self._engine
         view, receiver = engine._view, engine._gate
-        gate = StepGate(0, 30.0, lambda lease: None)
-        digests = DigestChain()
+        notes = view.notes(DigestChain())
+        gate = StepGate(0, 30.0, lambda lease: notes.close())
         self._given = receiver.recv_requests, engine.scheduler.process_batch_result
         receive, process = self._given
 
@@ -300,7 +300,7 @@ class Leases:
 
         def process_batch_result(batch: Any, result: Any) -> None:
             process(batch, result)
-            digests.add(batch.forward_iter, view.step_facts(batch, choice_of(result)))
+            notes.note(batch, choice_of(result))
 
         receiver.recv_requests = recv_requests
         engine.scheduler.process_batch_result = process_batch_result

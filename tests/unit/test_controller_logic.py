@@ -12,11 +12,11 @@ from overstory.orchestrator.controller import Controller
 from overstory.orchestrator.lease import Command
 from overstory.orchestrator.rank_directory import RankGone
 from overstory.workers import digest
-from overstory.workers.digest import DigestChain, StepFacts
+from overstory.workers.digest import DigestChain, LinkFacts, StepFacts
 from overstory.workers.gate import StepGate
 
 DEADLINE_S = 10.0
-ALIKE = (StepFacts((), 1), StepFacts((), 1))
+ALIKE = (1, 1)  # free slots
 
 
 def in_loop(test):
@@ -55,7 +55,7 @@ class FakeReplica:
     def drain(self):
         pass
 
-    def step(self, facts=ALIKE):
+    def step(self, free_slots=ALIKE):
         """One iteration with a batch on both ranks; False if the gate would wait."""
         view, seen = self.gates[0].view(), self.gates[0].counters()["forwards"]
         left = view.remaining - (self.forwards - seen)
@@ -65,8 +65,9 @@ class FakeReplica:
         for gate in self.gates:
             gate.after_broadcast(list(begins), self)
         self.forwards += 1
-        for chain, fact in zip(self.chains, facts, strict=True):
-            chain.add(self.forwards, fact)
+        for chain, free in zip(self.chains, free_slots, strict=True):
+            step = StepFacts(self.forwards, "plain", (), ())
+            chain.add(LinkFacts((step,), (), free))
         return True
 
     def _begin(self, rank):
@@ -249,7 +250,7 @@ async def test_ranks_that_differ_are_caught_within_one_lease_and_named():
     async with controlling(lease_steps=8, r1=replica) as controller:
         await until(lambda: replica.gates[0].view().queued, "a lease")
         await lead(replica, 5)
-        replica.step((StepFacts((), 1), StepFacts((), 2)))
+        replica.step((1, 2))
         wrong = replica.forwards
         while not replica.ended and replica.forwards < wrong + 8:
             replica.step()
@@ -260,7 +261,7 @@ async def test_ranks_that_differ_are_caught_within_one_lease_and_named():
         assert f"ranks 0 and 1 differ at forward {wrong}: free KV slots 1 and 2" in cause
         status = await controller.status()
         assert status["replicas"][0]["phase"] == "lost"
-        assert "differ" in status["replicas"][0]["reason"]
+        assert status["replicas"][0]["reason"] == cause
 
 
 @in_loop

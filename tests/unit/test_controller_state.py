@@ -127,7 +127,7 @@ def test_ranks_that_differ_condemn_the_replica_once(state):
     assert (verdict.difference.forward, verdict.difference.rank) == (2, 1)
     assert state.reported(name, {0: report(digests=[(3, "c")])}) is None
     assert state.next_lease(name) is None, "no more steps for it"
-    assert "differ at forward 2" in state.status()["replicas"][0]["reason"]
+    assert "differ in the steps up to forward 2" in state.status()["replicas"][0]["reason"]
 
 
 @pytest.mark.parametrize(("steps", "between"), [(64, 32), (1, 1)])
@@ -215,4 +215,4 @@ def test_a_condemned_replica_is_never_taken_up_again(state):
     assert state.phase(name) == "condemned"
     state.lost(name, "its rank was ended")
     assert not state.found(name, 2)
-    assert "differ at forward 1" in state.status()["replicas"][0]["reason"]
+    assert "differ in the steps up to forward 1" in state.status()["replicas"][0]["reason"]

@@ -1,11 +1,14 @@
 """Comparing digest chains whose reports arrive at different times."""
 
+from array import array
+
 import pytest
 
 from overstory.orchestrator.digest_compare import DigestComparison
 from overstory.workers import digest
 from overstory.workers.digest import (
     DigestChain,
+    LinkFacts,
     LinksKept,
     RequestFacts,
     StepFacts,
@@ -13,8 +16,10 @@ from overstory.workers.digest import (
 )
 
 
-def facts(token=7, length=9, slots=(3,), free=10):
-    return StepFacts((RequestFacts("r", (token,), length, slots),), free)
+def facts(forward, token=7, length=9, slots=(3,), free=10, choice="chain"):
+    """A link of one batch that gave one token."""
+    request = RequestFacts("r", 4, array("q", [token]), length, slots)
+    return LinkFacts((StepFacts(forward, choice, (0,), (5,)),), (request,), free)
 
 
 def links(*names, start=1, forgotten=0):
@@ -73,36 +78,43 @@ def test_a_forward_that_one_rank_skipped_is_a_difference():
 def test_equal_facts_make_equal_chains_and_a_difference_stays():
     one, other = DigestChain(), DigestChain()
     for forward in (1, 2, 4):
-        assert one.add(forward, facts(forward)) == other.add(forward, facts(forward))
-    one.add(5, facts(1))
-    other.add(5, facts(2))
-    one.add(6, facts())
-    other.add(6, facts())
+        assert one.add(facts(forward)) == other.add(facts(forward))
+    one.add(facts(5, 1))
+    other.add(facts(5, 2))
+    one.add(facts(6))
+    other.add(facts(6))
     assert one.after(4).links[0] != other.after(4).links[0]
     assert one.after(5) != other.after(5), "a chain covers all before it"
     assert one.after(2).links[0][0] == 4
 
 
-@pytest.mark.parametrize("changed", [{"token": 8}, {"length": 10}, {"slots": (4,)}, {"free": 11}])
-def test_each_fact_changes_the_digest_and_is_named(changed):
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"token": 8}, "request r: emitted (7,) and (8,)"),
+        ({"length": 10}, "request r: length 9 and 10"),
+        ({"slots": (4,)}, "request r: slots (3,) and (4,)"),
+        ({"free": 11}, "free KV slots 10 and 11"),
+        ({"choice": "plain"}, "tree policy 'chain' and 'plain'"),
+    ],
+)
+def test_each_fact_changes_the_digest_and_is_named(changed, words):
     one, other = DigestChain(), DigestChain()
-    assert one.add(1, facts()) != other.add(1, facts(**changed))
-    words = explain_difference(one.facts(1), other.facts(1))
-    name = {"token": "emitted", "free": "free KV slots"}.get(*changed, next(iter(changed)))
-    assert name in words
+    assert one.add(facts(1)) != other.add(facts(1, **changed))
+    assert explain_difference(one.facts(1), other.facts(1), 1) == f"forward 1: {words}"
 
 
 def test_the_forward_number_is_part_of_the_digest():
-    assert DigestChain().add(1, facts()) != DigestChain().add(2, facts())
+    assert DigestChain().add(facts(1)) != DigestChain().add(facts(2))
 
 
 def test_a_chain_says_up_to_where_it_has_forgotten(monkeypatch):
     monkeypatch.setattr(digest, "LINKS_KEPT", 3)
     chain = DigestChain()
     for forward in (2, 4, 6):
-        chain.add(forward, facts())
+        chain.add(facts(forward))
     assert chain.after(0).forgotten == 0
-    chain.add(8, facts())
+    chain.add(facts(8))
     window = chain.after(0)
     assert [forward for forward, _ in window.links] == [4, 6, 8]
     assert window.forgotten == 2
@@ -141,8 +153,8 @@ def test_links_that_grew_too_old_during_a_silence_are_no_difference():
 def test_a_difference_among_skipped_links_shows_in_the_first_common_one():
     one, other = DigestChain(), DigestChain()
     for forward in range(1, 9):
-        one.add(forward, facts(token=1))
-        other.add(forward, facts(token=2 if forward == 3 else 1))
+        one.add(facts(forward, token=1))
+        other.add(facts(forward, token=2 if forward == 3 else 1))
     comparison = DigestComparison(2)
     comparison.add(0, one.after(0))
     comparison.add(1, LinksKept(other.after(5).links, 5))

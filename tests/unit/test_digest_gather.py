@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from peer_process import CPU, group
 
 from overstory.orchestrator.local_ray import free_port
 from overstory.workers.collectives import CollectiveError, Communicator
-from overstory.workers.digest import DigestChain, RequestFacts, StepFacts
+from overstory.workers.digest import DigestChain, LinkFacts, RequestFacts, StepFacts
 from overstory.workers.digest_gather import DigestGather
 from overstory.workers.gate import RanksDiverged
 
@@ -24,8 +25,9 @@ def _gather(comm: Communicator, chain: DigestChain) -> DigestGather:
     return gather
 
 
-def _step(token: int) -> StepFacts:
-    return StepFacts((RequestFacts("r", (token,), 5, (1, 2)),), free_slots=7)
+def _step(forward: int, token: int) -> LinkFacts:
+    request = RequestFacts("r", 0, array("q", [token]), 5, (1, 2))
+    return LinkFacts((StepFacts(forward, "chain", (0,), (1,)),), (request,), free_slots=7)
 
 
 def _rank_1(comm: Communicator) -> str:
@@ -33,7 +35,7 @@ def _rank_1(comm: Communicator) -> str:
     gather = _gather(comm, chain)
     gather.compare(TWO)
     for token in (3, 4, 9):
-        chain.add(token, _step(token))
+        chain.add(_step(token, token))
         try:
             gather.compare(TWO)
         except RanksDiverged as error:
@@ -47,7 +49,7 @@ def test_a_rank_that_differs_from_rank_0_ends_at_the_boundary() -> None:
         gather = _gather(comm, chain)
         gather.compare(TWO)
         for token in (3, 4, 5):
-            chain.add(token if token < 5 else 9, _step(token))
+            chain.add(_step(token if token < 5 else 9, token))
             gather.compare(TWO)
         said = peers[0].result()
         assert said.startswith("rank 1 differs from rank 0 at a boundary: 3 digests ending")
@@ -92,9 +94,9 @@ def test_one_rank_compares_nothing() -> None:
 def test_the_head_tells_chains_apart() -> None:
     chain = DigestChain()
     assert chain.head() == (0, 0)
-    chain.add(1, _step(3))
+    chain.add(_step(3, 3))
     first = chain.head()
-    chain.add(2, _step(3))
+    chain.add(_step(3, 3))
     assert chain.head()[0] == 2
     assert chain.head()[1] != first[1]
     assert -(1 << 63) <= first[1] < 1 << 63

@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 
 import pytest
 
@@ -62,6 +63,13 @@ def background(function):
 def finish(thread):
     thread.join(DEADLINE_S)
     assert not thread.is_alive(), "still waiting at the gate"
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def run_iteration(gate, scheduler, launch=True):
@@ -182,3 +190,52 @@ def test_a_report_is_due_after_some_batches_or_when_a_lease_is_wanted_or_offered
     assert thread.is_alive()
     gate.offer(Lease(epoch, 3, 100, "plain"))
     finish(thread)
+
+
+def test_a_busy_loop_stops_at_the_gate_only_where_something_is_due(gate, monkeypatch):
+    """Each step pays for what is done here: a lease of 100 steps is looked at twice."""
+    scheduler, looked = Scheduler(), []
+    epoch = gate.attach()
+    gate.offer(Lease(epoch, 1, 100, "plain"))
+    boundary = gate._ledger.boundary
+    monkeypatch.setattr(
+        gate._ledger, "boundary", lambda *given: looked.append(scheduler.count) or boundary(*given)
+    )
+    for _ in range(60):
+        run_iteration(gate, scheduler)
+    assert looked == [0, 51]
+    assert gate.view().remaining == 41
+    gate.offer(Lease(epoch, 2, 10, "plain", supersede=True))
+    run_iteration(gate, scheduler)
+    assert gate.counters()["seq"] == 2
+    thread, _ = background(lambda: gate.await_due(60.0, seen=61, every=3))
+    wait_for(lambda: gate._reports_at == [64])
+    for _ in range(3):
+        assert thread.is_alive()
+        run_iteration(gate, scheduler)
+    run_iteration(gate, scheduler)
+    finish(thread)
+    assert looked[2:] == [60, 61, 64]
+
+
+def test_a_loop_that_runs_freely_is_stopped_by_who_comes(gate):
+    scheduler = Scheduler()
+    for _ in range(5):
+        run_iteration(gate, scheduler)
+    gate.offer(Lease(gate.attach(), 1, 1, "chain"))
+    run_iteration(gate, scheduler)
+    assert gate.counters()["policy"] == "chain"
+    thread, _ = background(lambda: gate.before_pull(scheduler))
+    thread.join(0.05)
+    assert thread.is_alive(), "its one step is used up"
+    gate.detach(1)
+    finish(thread)
+
+
+def test_a_loop_that_turns_idle_under_a_lease_still_sleeps(gate):
+    scheduler = Scheduler()
+    gate.offer(Lease(gate.attach(), 1, 100, "plain"))
+    run_iteration(gate, scheduler)
+    scheduler.busy, scheduler.input = False, True
+    gate.before_pull(scheduler)
+    assert scheduler.naps == [5.0]

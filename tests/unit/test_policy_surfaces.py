@@ -12,7 +12,6 @@ from overstory.orchestrator.engine_flags import resolve_engine
 from overstory.orchestrator.replica_setup import policy_environment
 from overstory.orchestrator.sampling import Sampling
 from overstory.orchestrator.spec import SpecError, parse_spec
-from overstory.workers.digest import StepFacts, explain_difference
 from overstory.workers.policy import FLOOR_ENV, MEASURE_SECONDS_ENV, OPT_OUT
 from overstory.workers.tree_policy import AutoPolicy, PolicyHolder, TreePolicy, parse_policy
 
@@ -141,11 +140,6 @@ def test_figures_are_those_of_the_choice_only_under_auto() -> None:
     assert policy_at_work({"policy": "auto<=15", "auto": {"choice": None}}) == "auto<=15"
     assert policy_at_work({"policy": "tree-31", "auto": _report()}) == "tree-31"
     assert policy_at_work({"policy": "plain"}) == "plain"
-
-
-def test_a_difference_in_choice_is_told() -> None:
-    one, other = StepFacts((), 5, "chain best"), StepFacts((), 5, "plain best")
-    assert explain_difference(one, other) == "tree policy 'chain best' and 'plain best'"
 
 
 def test_requests_opt_out_by_a_field_of_their_own() -> None:
