@@ -15,7 +15,7 @@ from typing import Any
 def _add_by_depth(total: list[int], values: Sequence[int]) -> None:
     total.extend([0] * (len(values) - len(total)))
     for depth, value in enumerate(values):
-        total[depth] += int(value)
+        total[depth] += value
 
 
 @dataclass
@@ -101,7 +101,7 @@ class StepStats:
             _add_by_depth(counters.offered_by_depth, offered_by_depth)
             _add_by_depth(counters.accepted_by_depth, accepted_by_depth)
             for stage, spent in stage_ns.items():
-                counters.stage_ns[stage] = counters.stage_ns.get(stage, 0) + int(spent)
+                counters.stage_ns[stage] = counters.stage_ns.get(stage, 0) + spent
 
     def record_device(self, mode: str, device_ns: int, idle_ns: int | None) -> None:
         """Add what a step took on its device.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -142,7 +141,7 @@ def test_idle_time_lies_between_steps_with_nothing_else_between() -> None:
         request = _Request(10)
         record = _step([request])
         known = torch.tensor(times) if times else None
-        pending.add(dataclasses.replace(record, times=known))
+        pending.add(record._replace(times=known))
 
     def counted() -> tuple[int, int, int]:
         pending.read([0])

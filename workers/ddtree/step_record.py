@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from overstory.workers.step_stats import STATS, StepStats
 
@@ -42,8 +44,7 @@ class StageClock:
         self._last = now
 
 
-@dataclass(frozen=True)
-class StepRecord:
+class StepRecord(NamedTuple):
     """A verify step whose acceptance the scheduler has not read yet.
 
     Attributes:
@@ -60,14 +61,13 @@ class StepRecord:
     policy: str
     tree: Tree
     requests: tuple[Req, ...]
-    stage_ns: dict[str, int] = field(default_factory=dict)
+    stage_ns: Mapping[str, int] = MappingProxyType({})
     deepest: torch.Tensor | None = None
     outcome: StepOutcome | None = None
     times: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
-class _ReadStep:
+class _ReadStep(NamedTuple):
     """A step whose acceptance is read and whose tokens SGLang is appending.
 
     Attributes:
@@ -137,7 +137,7 @@ class PendingSteps:
         known = record.tree.depths.amax(dim=1) if record.deepest is None else record.deepest
         deepest = known.tolist()
         running, tokens = 0, 0
-        offered = [0] * max(deepest, default=0)
+        offered = [0] * (1 + max(deepest, default=0))  # requests by what they were offered in all
         reached = [0] * len(offered)
         for req, drafted, before, depth in zip(
             record.requests, step.accepted, step.lengths, deepest, strict=True
@@ -145,17 +145,18 @@ class PendingSteps:
             if before is None:
                 continue
             running += 1
-            handed_out = _final_length(req) - before
+            # SGLang keeps the tokens beyond an end in its list.
+            end = req.finished_len
+            handed_out = (len(req.output_ids) if end is None else end) - before
             tokens += handed_out
             judged = depth if handed_out > drafted else handed_out
-            for level in range(judged):
-                offered[level] += 1
-                reached[level] += level < drafted
+            offered[judged] += 1
+            reached[min(judged, drafted)] += 1
         self._stats.record_verify(
             record.policy,
             rows=record.tree.tokens.numel(),
-            offered_by_depth=offered,
-            accepted_by_depth=reached,
+            offered_by_depth=_at_least(offered),
+            accepted_by_depth=_at_least(reached),
             tokens=tokens,
             stage_ns=record.stage_ns,
             requests=running,
@@ -188,9 +189,9 @@ def on_host(values: torch.Tensor) -> torch.Tensor:
     return host
 
 
-def _final_length(req: Req) -> int:
-    """Tokens of ``req`` that are handed out: SGLang keeps those beyond an end in its list."""
-    return len(req.output_ids) if req.finished_len is None else req.finished_len
+def _at_least(exactly: Sequence[int]) -> list[int]:
+    """Of counts at 0, 1, ...: those at 1 and more, 2 and more, ..."""
+    return list(accumulate(reversed(exactly[1:])))[::-1]
 
 
 PENDING = PendingSteps(STATS)
