@@ -12,7 +12,7 @@ import torch
 
 from .build import Target, build_library, cuda_target, simulator_target, sources
 from .errors import KernelError, LaunchError, NoDeviceError
-from .signatures import Parameter, launchers_of
+from .signatures import Launcher, Parameter, launchers_of
 
 MIN_CAPABILITY = (9, 0)
 """Oldest GPU that the sources are for (programmatic dependent launch)."""
@@ -32,9 +32,9 @@ class KernelLibrary:
         self.path = build_library(target, chosen)
         self._loaded = ctypes.CDLL(str(self.path))
         self._launchers = {
-            name: _Launcher(name, getattr(self._loaded, f"overstory_{name}"), parameters)
+            name: _Launcher(name, getattr(self._loaded, f"overstory_{name}"), signature)
             for source in chosen
-            for name, parameters in launchers_of(source).items()
+            for name, signature in launchers_of(source).items()
         }
 
     def names(self) -> list[str]:
@@ -100,13 +100,13 @@ class KernelLibrary:
 
 
 class _Launcher:
-    def __init__(self, name: str, function: Any, parameters: list[Parameter]) -> None:
+    def __init__(self, name: str, function: Any, signature: Launcher) -> None:
         self.name = name
-        self.parameters = parameters
+        self.parameters = signature.parameters
         self._function = function
-        self._function.restype = ctypes.c_int
-        self._function.argtypes = [parameter.c_type for parameter in parameters]
-        self._names = frozenset(parameter.name for parameter in parameters)
+        self._function.restype = signature.result
+        self._function.argtypes = [parameter.c_type for parameter in self.parameters]
+        self._names = frozenset(parameter.name for parameter in self.parameters)
 
     def call(self, arguments: dict[str, Any]) -> int:
         """Call with every parameter named; tensors give their address, None is the null pointer."""

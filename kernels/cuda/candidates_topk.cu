@@ -34,8 +34,8 @@ extern "C" int overstory_candidates_topk_max_columns() {
 }
 
 /// Bytes of `workspace`, which need no first value; 0 where splits is 1.
-extern "C" int overstory_candidates_topk_workspace(int rows, int columns, int splits) {
-  return static_cast<int>(overstory::row_scan_bytes(rows, columns, splits));
+extern "C" int64_t overstory_candidates_topk_workspace(int rows, int columns, int splits) {
+  return overstory::row_scan_bytes(rows, columns, splits);
 }
 
 /// The k best of each row with their float32 logits, the lowest id first among equals, and the

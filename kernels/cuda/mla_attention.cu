@@ -115,10 +115,11 @@ extern "C" int overstory_attention_shared_bytes(int heads, int max_q) {
   return with_tiles<kMaxTiles>(tiles_for(heads, max_q), SharedBytes{});
 }
 
-// Bytes of workspace that a launch with these numbers needs.
-extern "C" int overstory_attention_workspace(int heads, int max_q, int blocks) {
+// Bytes of workspace that a launch with these numbers needs. More than an int holds from 14,445
+// blocks of nine tiles on.
+extern "C" int64_t overstory_attention_workspace(int heads, int max_q, int blocks) {
   using namespace overstory::mla;
-  return static_cast<int>(PartSizes(tiles_for(heads, max_q), blocks).all());
+  return PartSizes(tiles_for(heads, max_q), blocks).all();
 }
 
 // Attention of each request's rows to its prefix and, by mask, to its own rows (the tail).

@@ -915,9 +915,10 @@ __global__ void __launch_bounds__(kThreads, kTiles <= 3 ? 2 : 1) attention(const
   ptx::pdl_launch_dependents();
   const Batches batch = load_batch(args, kTiles);
   const int chunk = chunk_of(args, kTiles, batch.units);
-  const int begin = ptx::block() * chunk;
-  const int end = begin + chunk < batch.units ? begin + chunk : batch.units;
-  if (begin >= end) return;
+  const int64_t from = int64_t{ptx::block()} * chunk;  // beyond 32 bits for large shares
+  if (from >= batch.units) return;
+  const int begin = static_cast<int>(from);
+  const int end = batch.units - begin > chunk ? begin + chunk : batch.units;
   Block<kTiles, kStages, kFp8> block;
   block.shared = ptx::shared_here(ptx::shared_memory<char>());
   block.own_warp = ptx::uniform(ptx::warp());

@@ -40,9 +40,9 @@ extern "C" int overstory_sample_nodes_max_columns() {
 }
 
 /// Bytes of `workspace`, which need no first value; 0 where splits is 1.
-extern "C" int overstory_sample_nodes_workspace(int rows, int columns, int splits) {
+extern "C" int64_t overstory_sample_nodes_workspace(int rows, int columns, int splits) {
   using namespace overstory;
-  return static_cast<int>(row_scan_bytes(rows, columns, splits) + greedy_bytes(rows, splits));
+  return row_scan_bytes(rows, columns, splits) + greedy_bytes(rows, splits);
 }
 
 /// The token after each row: `sample_nodes` of the reference, in one kernel.

@@ -9,10 +9,10 @@ import torch
 from overstory.kernels import reference
 from overstory.kernels.reference.kv_fp8 import is_fp8
 
-from .attention_checks import check_decode, check_kernel_limits, check_verify
+from .attention_checks import check_decode, check_kernel_limits, check_numbers, check_verify
 from .choice import launch, library_for
 from .registry import register
-from .schedule import Schedule, default_schedule, workspace_bytes
+from .schedule import Schedule, default_schedule, workspace_bytes, workspace_for
 
 MAX_ROWS = 64
 """Rows of a request, at most."""
@@ -109,11 +109,16 @@ def attention_workspace(
     """Bytes that serve every call of either op with these numbers, of any batch, lengths and cache.
 
     Calls that may run at the same time (on two streams) need one each.
+
+    Raises:
+        ValueError: heads or max_q that no kernel is made for.
+        KernelError: as `library_for`.
     """
     device = torch.device(device)
     library = library_for("attention_workspace", device)
     if library is None:
         return torch.empty(0, dtype=torch.uint8, device=device)
+    check_numbers(heads, max_q)
     if schedule is None:
         both = (default_schedule(library, device, heads, max_q, fp8) for fp8 in (False, True))
         schedule = max(both, key=lambda s: s.blocks)
@@ -179,9 +184,7 @@ def _verify(
     schedule = _schedule(blocks, min_chunk) or default_schedule(
         library, q.device, heads, max_q, fp8
     )
-    if workspace is None:
-        size = workspace_bytes(library, heads, max_q, schedule)
-        workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
+    workspace = workspace_for(library, q.device, heads, max_q, schedule, workspace)
     launch(
         library,
         "verify_attention",
@@ -252,9 +255,7 @@ def _decode(
     check_kernel_limits(q, {"kv": kv}, scale, v_head_dim)
     heads, fp8 = q.shape[1], is_fp8(kv)
     schedule = _schedule(blocks, min_chunk) or default_schedule(library, q.device, heads, 1, fp8)
-    if workspace is None:
-        size = workspace_bytes(library, heads, 1, schedule)
-        workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
+    workspace = workspace_for(library, q.device, heads, 1, schedule, workspace)
     launch(
         library,
         "decode_attention",

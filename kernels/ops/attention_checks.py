@@ -7,6 +7,7 @@ import torch
 from overstory.kernels.reference.kv_fp8 import is_fp8
 
 from .checks import INTS, check_range, check_tensor
+from .schedule import MOST
 
 WIDTH, VALUES = 576, 512
 """Columns of a key that the kernels are made for, and of a value."""
@@ -91,6 +92,17 @@ def check_decode(
     _check_common(q, kv, kv_indices, scale, v_head_dim, numbers, out, lse, workspace)
 
 
+def check_numbers(heads: int, max_q: int) -> None:
+    """Raises ValueError where the kernels are made for no such rows."""
+    _check_heads(heads)
+    check_range("max_q", max_q, 1, 64)
+
+
+def _check_heads(heads: int) -> None:
+    if heads not in HEADS:
+        raise ValueError(f"{heads} heads; the kernels take {HEADS} per rank")
+
+
 def check_kernel_limits(
     q: torch.Tensor, keys: dict[str, torch.Tensor | None], scale: float, v_head_dim: int
 ) -> None:
@@ -106,8 +118,7 @@ def check_kernel_limits(
             f"keys of {q.shape[2]} columns with values of {v_head_dim}; "
             f"the kernels are made for {WIDTH} and {VALUES}"
         )
-    if q.shape[1] not in HEADS:
-        raise ValueError(f"{q.shape[1]} heads; the kernels take {HEADS} per rank")
+    _check_heads(q.shape[1])
     if not scale > 0:
         raise ValueError(f"scale is {scale}; the kernels want it above 0")
     strides = [q.stride(d) * q.element_size() for d in (0, 1) if q.shape[d] > 1]
@@ -144,10 +155,8 @@ def _check_common(
         raise ValueError(f"columns of q are {q.stride(2)} elements apart; want 1")
     tokens, heads, width = q.shape
     check_range("v_head_dim", v_head_dim, 1, width)
-    for name, value, most in zip(
-        ("blocks", "min_chunk"), schedule, (1 << 16, 1 << 16), strict=True
-    ):
-        check_range(name, value, 0, most)
+    for name, value in zip(("blocks", "min_chunk"), schedule, strict=True):
+        check_range(name, value, 0, MOST)
     _check_rows("kv", kv, q)
     check_tensor("kv_indices", kv_indices, [None], INTS, q.device)
     check_tensor("out", out, [tokens, heads, v_head_dim], (q.dtype,), q.device)

@@ -240,6 +240,23 @@ def test_split_chosen_on_the_device(library: KernelLibrary, q: int) -> None:
     check(verify(library, case, blocks=40, min_chunk=0), case.expected())
 
 
+@pytest.mark.parametrize("blocks", [14_444, 14_445, 65_536])
+@pytest.mark.parametrize("q", [1, 9])
+def test_workspaces_beyond_32_bits(library: KernelLibrary, blocks: int, q: int) -> None:
+    """Two slots a block: sums in half precision, a maximum and a sum a row, a scale a warp."""
+    rows = 8 * q
+    slot = rows * VALUES * 2 + rows * 2 * 4 + 8 * 4
+    size = library.query("attention_workspace", heads=8, max_q=q, blocks=blocks)
+    assert size == 2 * blocks * slot
+    assert (size > (1 << 31) - 1) == (q == 9 and blocks > 14_444)
+
+
+def test_shares_whose_begin_is_beyond_32_bits(library: KernelLibrary) -> None:
+    """The blocks behind the first have nothing to do, the third's share begins at 2^31."""
+    case = Case([(40, 2)])
+    check(verify(library, case, blocks=3, min_chunk=1 << 30), case.expected())
+
+
 def test_shorter_than_captured(library: KernelLibrary) -> None:
     """Grid and workspace of max_q = 20, requests of up to 4 rows, tokens to spare."""
     case = Case([(33, 4), (2, 1)], unowned=35)

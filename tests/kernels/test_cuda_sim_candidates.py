@@ -1,5 +1,6 @@
 """`candidates_topk.cu` in the simulator against the reference."""
 
+import ctypes
 import itertools
 
 import pytest
@@ -11,6 +12,7 @@ from overstory.kernels.build import SOURCES
 from overstory.kernels.cuda_library import KernelLibrary, simulator_library
 from overstory.kernels.errors import LaunchError, NoCompilerError
 from overstory.kernels.reference import PAD_TOKEN_ID, Shard, candidates_topk, merge_candidates
+from overstory.kernels.signatures import launchers_of
 
 LOGIT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 POISON = -12345
@@ -279,6 +281,26 @@ def test_a_short_row_is_left_to_one_block(op: str) -> None:
     for rows in (1, 32, 256):
         shape = {"rows": rows, "columns": 4096, "multiprocessors": 132}
         assert library.query(f"{op}_splits", **shape) == 1
+
+
+@pytest.mark.parametrize(("op", "more"), [("candidates_topk", 0), ("sample_nodes", 2 * 8)])
+def test_workspaces_beyond_32_bits(op: str, more: int) -> None:
+    """Four bounds and a sum of each 1,024 columns; where sampled, the best token of each block."""
+    library = simulator_library([SOURCES / f"{op}.cu"])
+    shape = {"rows": 1_000_000, "columns": 163_840, "splits": 2}
+    assert library.query(f"{op}_workspace", **shape) == 1_000_000 * (160 * 5 * 4 + more)
+
+
+def test_sizes_in_bytes_are_64_bits_wide() -> None:
+    """Of every launcher that answers one, lest a new one be cut off."""
+    found = {
+        name: launcher.result
+        for source in SOURCES.glob("*.cu")
+        for name, launcher in launchers_of(source).items()
+        if name.endswith("_workspace")
+    }
+    assert len(found) == 3
+    assert set(found.values()) == {ctypes.c_int64}
 
 
 @pytest.mark.full

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from overstory.kernels import ops, reference
-from overstory.kernels.errors import KernelError
 from overstory.kernels.ops.status import BadInputError
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ for the simulator")
@@ -25,6 +24,28 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("seed", range(12))
 def test_trees(seed: int) -> None:
     op_checks.check_trees("cpu", seed, 3)
+
+
+def test_a_workspace_of_attention_that_is_too_small_is_named() -> None:
+    q = torch.randn(2, 8, 576).bfloat16()
+    kv = torch.randn(5, 576).bfloat16()
+    indptr = torch.tensor([0, 3, 5], dtype=torch.int32)
+    space = ops.attention_workspace("cpu", 8, 1, ops.Schedule(4, 0))
+    into = {"scale": 0.1, "workspace": space}
+    ops.decode_attention(q, kv, indptr, torch.arange(5), schedule=ops.Schedule(4, 0), **into)
+    with pytest.raises(ValueError, match=r"has 66304 bytes; 5 blocks for 8 heads .* need 82880"):
+        ops.decode_attention(q, kv, indptr, torch.arange(5), schedule=ops.Schedule(5, 0), **into)
+
+
+def test_numbers_that_no_attention_kernel_is_for_are_named() -> None:
+    with pytest.raises(ValueError, match=r"Schedule\.blocks is 0; want 1\.\.65536"):
+        ops.Schedule(0, 4)
+    with pytest.raises(ValueError, match=r"Schedule\.min_chunk is -1; want 0\.\.65536"):
+        ops.Schedule(4, -1)
+    with pytest.raises(ValueError, match="3 heads; the kernels take"):
+        ops.attention_workspace("cpu", 3, 1)
+    with pytest.raises(ValueError, match=r"max_q is 65; want 1\.\.64"):
+        ops.attention_workspace("cpu", 8, 65)
 
 
 def test_device_time() -> None:
@@ -163,7 +184,7 @@ def test_what_the_kernels_are_not_made_for_is_refused() -> None:
     with pytest.raises(ValueError, match="values of 256"):
         ops.verify_attention(*arguments, scale=0.1, v_head_dim=256)
     small = torch.empty(10, dtype=torch.uint8)
-    with pytest.raises(KernelError, match="verify_attention: CUDA error"):
+    with pytest.raises(ValueError, match="workspace has 10 bytes; 3 blocks for 8 heads"):
         ops.verify_attention(*arguments, scale=0.1, workspace=small)
 
 

@@ -236,13 +236,19 @@ def test_jobs_must_be_a_number(monkeypatch: pytest.MonkeyPatch, source: Path) ->
 
 
 def test_signatures_are_read_from_the_source(source: Path) -> None:
-    (parameters,) = launchers_of(source).values()
-    assert [(p.name, p.c_type) for p in parameters] == [
+    (launcher,) = launchers_of(source).values()
+    assert [(p.name, p.c_type) for p in launcher.parameters] == [
         ("x", ctypes.c_void_p),
         ("n", ctypes.c_int64),
         ("factor", ctypes.c_float),
         ("stream", ctypes.c_void_p),
     ]
+    assert launcher.result is ctypes.c_int32
+    source.write_text('extern "C" int64_t overstory_bytes(int n) {}')
+    assert launchers_of(source)["bytes"].result is ctypes.c_int64
+    source.write_text('extern "C" float overstory_bad(int n) {}')
+    with pytest.raises(ValueError, match="overstory_bad returns float; want int or int64_t"):
+        launchers_of(source)
     source.write_text('extern "C" int overstory_bad(Tensor x) {}')
     with pytest.raises(ValueError, match="overstory_bad: parameter 'Tensor x'"):
         launchers_of(source)
