@@ -21,6 +21,8 @@ from ddtree_support import (
 from graph_standin import RerunRecorder, capture, capture_steps, put_backends
 
 from overstory.workers.defrag.audit import audit
+from overstory.workers.policy.chooser import shape_of
+from overstory.workers.policy.cost_table import DRAFTS_IN_PARTS, IN_PARTS, WHOLE
 from overstory.workers.step_stats import STATS
 
 if TYPE_CHECKING:
@@ -102,6 +104,20 @@ def test_branches_are_accepted(captured: Captured, monkeypatch: pytest.MonkeyPat
     assert captured.recorder.replays > before
 
 
+@pytest.mark.parametrize("asked", [{"top_k": 2}, {"top_p": 0.4}, {"min_p": 0.3}])
+def test_one_filter_alone_filters(captured: Captured, asked: dict[str, Any]) -> None:
+    """Whether a captured step filters follows from what the batch asks: no filter is forgotten."""
+    hot = {"temperature": 1.5, "max_new_tokens": 16, "ignore_eos": True, "sampling_seed": 6}
+    prompts = _prompts(2)
+    free = run_under(captured.engine, "tree-15", prompts, hot)
+    before = captured.recorder.replays
+    filtered = run_under(captured.engine, "tree-15", prompts, hot | asked)
+    assert captured.recorder.replays > before
+    in_parts = {"min_new_tokens": 1}  # and next to nothing else: the first token may not be an end
+    assert filtered == run_under(captured.engine, "tree-15", prompts, hot | asked | in_parts)
+    assert filtered != free
+
+
 def test_sampled_texts_are_those_of_steps_in_parts(captured: Captured) -> None:
     """All ways to draw: two requests without filters, four of which some have, one greedy."""
     before = captured.recorder.replays
@@ -126,6 +142,58 @@ def test_what_needs_parts_gets_them(captured: Captured, asked: dict[str, Any]) -
     texts = run_under(captured.engine, "chain", _prompts(2), params)
     assert captured.recorder.replays == before
     assert texts[0] == captured.greedy[0][:12]
+
+
+@pytest.mark.parametrize(
+    ("asked", "count", "launch"),
+    [
+        ({}, 2, WHOLE),
+        ({"temperature": 0.9}, 1, WHOLE),
+        ({"custom_params": {"overstory_speculate": False}}, 2, DRAFTS_IN_PARTS),
+        ({"presence_penalty": 0.4}, 2, IN_PARTS),
+        ({"min_new_tokens": 2}, 1, IN_PARTS),
+        ({"regex": "a*"}, 1, IN_PARTS),
+        ({}, 5, IN_PARTS),
+    ],
+)
+def test_costs_are_taken_for_the_way_steps_run(
+    captured: Captured,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: dict[str, Any],
+    count: int,
+    launch: int,
+) -> None:
+    """What the automatic rule takes a batch for is what its steps then are, under every option."""
+    worker = captured.engine.scheduler.model_worker
+    run_step, seen = worker.run_step, []
+
+    def spy(policy: Any, batch: Any, publish: Any = None) -> Any:
+        if len(batch.reqs) == count:
+            shape = shape_of(batch, worker._asks_for_parts(batch))
+            seen.append((shape.launch, [worker.runs_whole(p, batch) for p in every]))
+        return run_step(policy, batch, publish)
+
+    every = worker.chooser.options.policies
+    drafts = [policy.mode != "plain" for policy in every]
+    whole = {
+        WHOLE: [True] * len(every),
+        DRAFTS_IN_PARTS: [not drafting for drafting in drafts],
+        IN_PARTS: [False] * len(every),
+    }
+    monkeypatch.setattr(worker, "run_step", spy)
+    params = [GREEDY | {"max_new_tokens": 5}] * (count - 1) + [
+        {"temperature": 0.0, "max_new_tokens": 5} | asked
+    ]
+    run_under(captured.engine, "chain", _prompts(count), params)
+    assert seen
+    assert all(one == (launch, whole[launch]) for one in seen)
+
+
+def test_a_whole_spine_is_not_a_tree_of_as_many_rows(captured: Captured) -> None:
+    before = captured.recorder.replays
+    texts = run_under(captured.engine, "spine-15", _prompts(2), GREEDY | {"max_new_tokens": 12})
+    assert captured.recorder.replays == before
+    assert texts == [text[:12] for text in captured.greedy[:2]]
 
 
 def test_log_probabilities_need_parts(captured: Captured) -> None:

@@ -16,7 +16,7 @@ from slice_points import CHAIN_ROWS, POLICIES
 
 from overstory.orchestrator.capacity import TREE_GAIN
 from overstory.workers.policy.beliefs import KINDS, ONE, Beliefs
-from overstory.workers.policy.choice import Shape, choose
+from overstory.workers.policy.choice import Shape, choose, places_of
 from overstory.workers.policy.cost_table import CostTable
 from overstory.workers.policy.options import PLAIN
 
@@ -118,7 +118,7 @@ def _verdict(
 ) -> Verdict:
     batch, context = cell
     given = tuple(round(ONE * tokens[rows]) for rows in ROWS)
-    blank = Beliefs.none(len(ROWS), len(table.batches))
+    blank = Beliefs.none(len(ROWS), places_of(table))
     beliefs = Beliefs(1, (given,) * KINDS, (1,) * KINDS, blank.overhead_us, blank.factors)
     shape = Shape(drafting=(batch, 0), plain=0, context=context)
     chosen = choose(table, beliefs, shape, tuple(range(len(ROWS))), PLAIN)

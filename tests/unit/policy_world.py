@@ -99,7 +99,7 @@ def run(
     steering: Steering, world: World, table: CostTable, steps: int, kind: int, before: int = PLAIN
 ) -> list[Decision]:
     """The policy's decisions over ``steps`` steps of one request, as `StepChooser` makes them."""
-    shape = Shape(tuple(int(k == kind) for k in range(2)), 0, 256)
+    shape = Shape(tuple(int(k == kind) for k in range(2)), 0, 256, bool(kind))
     decisions: list[Decision] = []
     for step in range(steps):
         since = step % SYNC
@@ -116,7 +116,7 @@ def run(
         else:
             took = world.beside(expected)
             if [d.option for d in decisions[-2:]] == [decision.option] * 2:
-                steering.observe_period(decision.option, 1, bool(kind), expected, took)
+                steering.observe_period(decision.option, shape, expected, took)
         world.microseconds += took
         walk = world.walk(decision.option)
         if walk is not None:

@@ -149,9 +149,7 @@ def run(recorded: Recorded, seed: int, stages: tuple[int, ...]) -> list[Outcome]
             took = recorded.us[option] * noise.times(now)
             now += took
             if option == last:
-                steering.observe_period(
-                    option, count, recorded.sampled, expected(option), round(took)
-                )
+                steering.observe_period(option, shape, expected(option), round(took))
             last = option
             learning = decision.why == "unknown" or step % OBSERVED_STEPS == 0
             for _ in range(min(count, OBSERVED) if option != PLAIN and learning else 0):

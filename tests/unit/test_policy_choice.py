@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overstory.workers.policy.beliefs import KINDS, OFF, ON, ONE, TRIAL, Beliefs
-from overstory.workers.policy.choice import MARGIN, PROBE_COST, Shape, choose, decide, rate, step_us
+from overstory.workers.policy.choice import (
+    MARGIN,
+    PROBE_COST,
+    PROBE_RUN,
+    Decision,
+    Shape,
+    choose,
+    decide,
+    rate,
+    step_us,
+)
 from overstory.workers.policy.cost_table import CostTable
 from overstory.workers.policy.options import CHAIN, PLAIN, Options
 
@@ -144,6 +155,22 @@ def test_the_whole_batch_counts() -> None:
     assert choose(table, beliefs, Shape((0, 4), 0, 300), NUMBERS, 3) == PLAIN
     assert OPTIONS.names[choose(table, beliefs, Shape((1, 1), 0, 300), NUMBERS, 0)] == "tree-8"
     assert choose(table, beliefs, Shape((1, 0), 7, 300), NUMBERS, 0) == PLAIN  # seven opted out
+    mixed = Shape((2, 1), 3, 300)
+    assert rate(table, beliefs, mixed, PLAIN).tokens == 6000
+    assert rate(table, beliefs, mixed, 3).tokens == 2 * 5600 + 2050 + 3 * 1000
+    # Three that opted out count: 19.8 tokens, where plain steps give 13.5 in that time.
+    assert OPTIONS.names[choose(table, beliefs, Shape((3, 0), 3, 300), NUMBERS, 0)] == "tree-8"
+
+
+def test_a_bound_holds_for_probes_too() -> None:
+    """Beliefs may order what the bound or the price forbids by now: the best one runs instead."""
+    table, shape = _table(COSTS), Shape((2, 0), 0, 300)
+    ordered = replace(_beliefs(GREEDY, SAMPLED), probe=1 + NUMBERS[-1])
+    assert decide(table, ordered, shape, NUMBERS, 0, 0) == Decision(NUMBERS[-1], "probe")
+    assert decide(table, ordered, shape, NUMBERS, 0, PROBE_RUN).why == "best"
+    assert decide(table, ordered, shape, OPTIONS.allowed(7), 0, 0) == Decision(CHAIN, "best")
+    dear = _table([*COSTS[:-1], PROBE_COST * COSTS[0] + 1])
+    assert decide(dear, ordered, shape, NUMBERS, 0, 0).why == "best"
 
 
 def test_a_narrow_lead_changes_nothing_and_a_loss_everything() -> None:

@@ -178,8 +178,12 @@ def test_launches_are_timed_where_steps_are_alike(monkeypatch: pytest.MonkeyPatc
     auto = one._auto
     assert auto is not None
     assert auto.steering is not None
-    seen: list[tuple[int, int, bool, int, int]] = []
-    monkeypatch.setattr(auto.steering, "observe_period", lambda *args: seen.append(args))
+    seen: list[tuple[int, int, int, int]] = []
+    monkeypatch.setattr(
+        auto.steering,
+        "observe_period",
+        lambda option, shape, *times: seen.append((option, shape.batch, *times)),
+    )
     choices = iter("ccc" + "pp" + "cccc" + "ccc")
     option = {"c": CHAIN, "p": PLAIN}
     monkeypatch.setattr(one, "_decide", lambda *_: Decision(option[next(choices)], "best"))
@@ -193,8 +197,8 @@ def test_launches_are_timed_where_steps_are_alike(monkeypatch: pytest.MonkeyPatc
         one.ended(batch(req()))
     chain, plain = (table_of().cost(o, 1, 0) for o in (CHAIN, PLAIN))
     assert seen == [
-        (CHAIN, 1, False, chain, 30_000),
-        (CHAIN, 1, False, chain, 30_000),  # of the third, seen as the fourth begins
-        (PLAIN, 1, False, plain, 30_000),
-        (CHAIN, 2, False, table_of().cost(CHAIN, 2, 0), 30_000),
+        (CHAIN, 1, chain, 30_000),
+        (CHAIN, 1, chain, 30_000),  # of the third, seen as the fourth begins
+        (PLAIN, 1, plain, 30_000),
+        (CHAIN, 2, table_of().cost(CHAIN, 2, 0), 30_000),
     ]

@@ -228,7 +228,7 @@ def test_a_host_beside_the_device_is_found_by_periods(
 def test_options_that_were_not_timed_are_not_taken_for_the_best() -> None:
     """By hand: two batches, greedy and sampled."""
     costs = [[100, 200, 300], [100, 250, 400]]
-    periods = Periods([*costs, *costs])
+    periods = Periods([*costs, *costs], batches=2)
     assert periods.overheads() is None
     assert periods.seen(0, 1), "nothing is timed in this way"
     for _ in range(BESIDE):
@@ -249,7 +249,7 @@ def test_options_that_were_not_timed_are_not_taken_for_the_best() -> None:
 
 def test_a_stretch_in_which_all_is_slow_says_nothing_of_options() -> None:
     """Option 2 is tried in fast stretches alone, 1 in slow ones: both take as long in truth."""
-    periods = Periods([[100, 100, 100]] * 2)
+    periods = Periods([[100, 100, 100]] * 2, batches=1)
     for stretch in range(40):
         slow = 2 if stretch % 2 else 1
         for step in range(60):

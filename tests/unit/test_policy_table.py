@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overstory.workers.policy.cost_table import BadTable, CostTable
+from overstory.workers.policy.cost_table import IN_PARTS, BadTable, CostTable
 from overstory.workers.policy.measure import Grid, measure
 from overstory.workers.policy.options import Options
 from overstory.workers.policy.table_cache import TableCache, cache_folder
@@ -69,6 +69,8 @@ def test_a_disturbed_cell_costs_no_more_than_larger_ones() -> None:
         ("cost_us", 7, "no cost table"),
         ("sampled_us", [[0]], "sampling costs"),
         ("sampled_us", [[0, -1]] * 2, "sampling costs"),
+        ("parts_us", [[0]], "costs of parts"),
+        ("parts_us", [[0, -1]] * 2, "costs of parts"),
     ],
 )
 def test_what_is_no_table(field: str, value: Any, said: str) -> None:
@@ -107,6 +109,13 @@ class FakeTimer:
     def draw_us(self, policy: TreePolicy) -> int:
         return self.cell[0] * (policy.drafted_nodes(8) + 1)
 
+    def parts_us(self, policy: TreePolicy) -> int | None:
+        """Batches of 8 are not captured; a disturbed step is taken for no gain."""
+        if self.cell[0] == 8:
+            return None
+        whole = self.cost(policy.drafted_nodes(8), *self.cell)
+        return whole - 50 if policy.mode == "plain" else whole + 700 + self.cell[0]
+
     def clock(self) -> float:
         return self.now
 
@@ -125,6 +134,8 @@ def test_measures_the_whole_grid_when_there_is_time() -> None:
             cost = timer.cost(nodes, batch, context)
             assert costs.cost(o, batch, context) == cost
             assert costs.cost(o, batch, context, sampled=True) == cost + batch * (nodes + 1)
+            more = 700 + batch if nodes and batch < 8 else 0
+            assert costs.cost(o, batch, context, launch=IN_PARTS) == cost + more
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 0.3, 1.0])

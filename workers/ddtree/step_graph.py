@@ -206,6 +206,18 @@ class StepGraphs:
                 self._held.append(_drafter_workspaces(worker))
         logger.info("captured %d whole steps", len(shapes))
 
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers of requests that were captured, ascending."""
+        return self._sizes
+
+    def asks_for_parts(self, batch: ScheduleBatch) -> bool:
+        """Whether ``batch`` asks for what no captured step gives, whatever its policy."""
+        info = batch.sampling_info
+        if len(batch.reqs) > self._sizes[-1] or batch.return_logprob or batch.has_grammar:
+            return True
+        return info.logit_bias is not None or any(rules is not None for rules in info.rules)
+
     def shape_of(self, batch: ScheduleBatch, policy: TreePolicy, rows: int) -> StepShape | None:
         """The captured step that ``batch`` can take; None if it must run in parts.
 
@@ -213,9 +225,7 @@ class StepGraphs:
             rows: of a tier.
         """
         bs, info = len(batch.reqs), batch.sampling_info
-        if bs > self._sizes[-1] or policy.spine_first or batch.return_logprob or batch.has_grammar:
-            return None
-        if info.logit_bias is not None or any(rules is not None for rules in info.rules):
+        if policy.spine_first or self.asks_for_parts(batch):
             return None
         if policy.mode != "plain" and not all(speculates(req) for req in batch.reqs):
             return None

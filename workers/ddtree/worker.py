@@ -102,7 +102,10 @@ class DDTreeWorker(DFlashWorkerV2):
         self._step_graphs: StepGraphs | None = None
         self._window_offsets = torch.arange(self.limits.max_rows, device=self.device)
         self.chooser = StepChooser(
-            Options.of(block_size, self.limits.max_nodes), self._group, self.device == "cpu"
+            Options.of(block_size, self.limits.max_nodes),
+            self._group,
+            self.device == "cpu",
+            self._asks_for_parts,
         )
         tree_policy.HOLDER.start(
             starting_policy(self.limits.max_rows, block_size),
@@ -215,12 +218,31 @@ class DDTreeWorker(DFlashWorkerV2):
         self, policy: TreePolicy, batch: Any, on_publish: Publish = None
     ) -> GenerationBatchResult:
         """One decode step of ``batch`` under ``policy``: in one graph, or in parts."""
-        if self._step_graphs is not None and self._tiers is not None:
-            rows = self._tiers.tier(1 + policy.drafted_nodes(self.limits.block_size))
-            shape = self._step_graphs.shape_of(batch, policy, rows)
-            if shape is not None:
-                return self._run_captured(self._step_graphs, shape, policy, batch, on_publish)
-        return self._run_in_parts(policy, batch, on_publish)
+        shape = self._shape_of(policy, batch)
+        if shape is None or self._step_graphs is None:
+            return self.run_in_parts(policy, batch, on_publish)
+        return self._run_captured(self._step_graphs, shape, policy, batch, on_publish)
+
+    def runs_whole(self, policy: TreePolicy, batch: Any) -> bool:
+        """Whether `run_step` of these is one graph."""
+        return self._shape_of(policy, batch) is not None
+
+    def captured_requests(self) -> list[int]:
+        """Numbers of requests of the captured forwards; none without graphs."""
+        return [] if self._tiers is None else captured_batches()
+
+    def whole_step_requests(self) -> list[int]:
+        """Numbers of requests of the captured whole steps; none without them."""
+        return [] if self._step_graphs is None else self._step_graphs.sizes
+
+    def _shape_of(self, policy: TreePolicy, batch: Any) -> StepShape | None:
+        if self._step_graphs is None or self._tiers is None:
+            return None
+        rows = self._tiers.tier(1 + policy.drafted_nodes(self.limits.block_size))
+        return self._step_graphs.shape_of(batch, policy, rows)
+
+    def _asks_for_parts(self, batch: Any) -> bool:
+        return self._step_graphs is not None and self._step_graphs.asks_for_parts(batch)
 
     def _run_captured(
         self,
@@ -252,9 +274,10 @@ class DDTreeWorker(DFlashWorkerV2):
             new_seq_lens=done.seq_lens,
         )
 
-    def _run_in_parts(
-        self, policy: TreePolicy, batch: Any, on_publish: Publish
+    def run_in_parts(
+        self, policy: TreePolicy, batch: Any, on_publish: Publish = None
     ) -> GenerationBatchResult:
+        """As `run_step`, with a launch or more for each stage."""
         clock = StageClock()
         times = torch.empty(2, dtype=torch.int64, device=self.device) if self.timed else None
         if times is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 GREEDY = 0
 SAMPLED = 1
@@ -32,7 +33,8 @@ class Beliefs:
         known: [kind], 1 where enough steps were seen; else `tokens` says nothing.
         overhead_us: [place][option], microseconds of a step that the table does not hold: the
             engine's own work. Less than none where that work hides some of a step. Places are the
-            batches of the cost table where all are greedy, then those where any request samples.
+            batches of the cost table where all are greedy, then those where any request samples;
+            both again for each further way in which steps run (`cost_table.LAUNCHES`).
         drafter: `ON`, `OFF` or `TRIAL`.
         probe: 1 + the option that the next steps are to try, whatever is best; or `NO_PROBE`.
         factors: by option, thousandths of the table's cost that steps have taken lately.
@@ -47,23 +49,16 @@ class Beliefs:
     probe: int = NO_PROBE
 
     @classmethod
-    def none(cls, options: int, batches: int) -> Beliefs:
+    def none(cls, options: int, places: int) -> Beliefs:
         """Before anything was seen."""
-        nothing = ((0,) * options,) * (2 * batches)
+        nothing = ((0,) * options,) * places
         return cls(0, ((ONE,) * options,) * KINDS, (0,) * KINDS, nothing, (ONE,) * options)
 
     def to_ints(self) -> list[int]:
         """For a broadcast; `from_ints` reads it. The length depends on the numbers of options and
-        batches alone."""
-        return [
-            self.version,
-            self.drafter,
-            self.probe,
-            *self.known,
-            *self.factors,
-            *(value for kind in self.tokens for value in kind),
-            *(value for batch in self.overhead_us for value in batch),
-        ]
+        places alone."""
+        numbers = (self.version, self.drafter, self.probe)
+        return list(chain(numbers, self.known, self.factors, *self.tokens, *self.overhead_us))
 
     @classmethod
     def from_ints(cls, values: Sequence[int], options: int) -> Beliefs:

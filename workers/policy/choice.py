@@ -17,7 +17,12 @@ from overstory.workers.policy.beliefs import (
     TRIAL,
     Beliefs,
 )
-from overstory.workers.policy.cost_table import CostTable
+from overstory.workers.policy.cost_table import (
+    DRAFTS_IN_PARTS,
+    IN_PARTS,
+    WHOLE,
+    CostTable,
+)
 from overstory.workers.policy.options import PLAIN
 
 MARGIN = 5
@@ -40,12 +45,21 @@ class Shape:
         plain: requests that want nothing drafted.
         context: committed tokens per request, mean of the batch.
         sampled: whether any request samples: then all rows go through the sampler.
+        parts: whether it asks for what no captured step gives; false where none is captured.
     """
 
     drafting: tuple[int, ...]
     plain: int
     context: int
     sampled: bool = False
+    parts: bool = False
+
+    @property
+    def launch(self) -> int:
+        """How the steps of its options run, of `cost_table.LAUNCHES`."""
+        if self.parts:
+            return IN_PARTS
+        return DRAFTS_IN_PARTS if self.plain else WHOLE
 
     @property
     def batch(self) -> int:
@@ -89,17 +103,24 @@ def step_us(table: CostTable, beliefs: Beliefs, shape: Shape, option: int) -> in
 
 def steps_us(table: CostTable, beliefs: Beliefs, shape: Shape) -> list[int]:
     """`step_us` of every option."""
-    over = beliefs.overhead_us[place_of(table, shape.batch, shape.sampled)]
-    costs = table.costs(shape.batch, shape.context, shape.sampled)
+    over = beliefs.overhead_us[place_of(table, shape)]
+    costs = table.costs(shape.batch, shape.context, shape.sampled, shape.launch)
     return [
         max(1, cost * factor // ONE + more)
         for cost, factor, more in zip(costs, beliefs.factors, over, strict=True)
     ]
 
 
-def place_of(table: CostTable, batch: int, sampled: bool) -> int:
-    """The row of `Beliefs.overhead_us` for a batch of so many requests."""
-    return table.nearest(batch) + sampled * len(table.batches)
+def place_of(table: CostTable, shape: Shape) -> int:
+    """The row of `Beliefs.overhead_us` for a batch: what it takes there says nothing of other
+    rows."""
+    launch = shape.launch if table.launches > 1 else WHOLE
+    return table.nearest(shape.batch) + (2 * launch + shape.sampled) * len(table.batches)
+
+
+def places_of(table: CostTable) -> int:
+    """Number of rows of `Beliefs.overhead_us`."""
+    return 2 * table.launches * len(table.batches)
 
 
 def choose(

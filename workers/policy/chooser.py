@@ -8,7 +8,7 @@ sends new beliefs; its clock and its counts of acceptance go no other way.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from overstory.kernels.reference import Accepted, Tree
 from overstory.workers import tree_policy
 from overstory.workers.policy import OPT_OUT
 from overstory.workers.policy.beliefs import GREEDY, KINDS, SAMPLED, Beliefs
-from overstory.workers.policy.choice import Decision, Shape, decide
+from overstory.workers.policy.choice import Decision, Shape, decide, places_of
 from overstory.workers.policy.compared import BESIDE
 from overstory.workers.policy.cost_table import CostTable
 from overstory.workers.policy.evidence import Walk
@@ -63,14 +63,15 @@ def kind_of(req: Req) -> tuple[bool, int]:
     return known
 
 
-def shape_of(batch: ScheduleBatch) -> Shape:
-    """What all ranks know of ``batch``: kinds of its requests, mean committed length."""
+def shape_of(batch: ScheduleBatch, parts: bool = False) -> Shape:
+    """What all ranks know of ``batch``: kinds of its requests, mean committed length. ``parts``: it
+    asks for what no captured step gives."""
     kinds = list(map(kind_of, batch.reqs))
     counts = tuple(kinds.count((True, kind)) for kind in range(KINDS))
     sampled = counts[SAMPLED] > 0 or (False, SAMPLED) in kinds
     mean = int(batch.seq_lens_sum or 0) // len(kinds)
     context = mean // _CONTEXT_GRAIN * _CONTEXT_GRAIN
-    return Shape(counts, len(kinds) - sum(counts), context, sampled)
+    return Shape(counts, len(kinds) - sum(counts), context, sampled, parts)
 
 
 def spare_opted_out(tree: Tree, reqs: Sequence[Req]) -> Tree:
@@ -127,14 +128,15 @@ class _Launch:
 
     ns: int
     option: int
-    batch: int
-    sampled: bool
+    shape: Shape
     cost_us: int
 
     def alike(self, other: _Launch) -> bool:
         """Whether both are steps of the same kind."""
-        mine, theirs = (self.option, self.batch), (other.option, other.batch)
-        return mine == theirs and self.sampled == other.sampled
+        return self._kind() == other._kind()
+
+    def _kind(self) -> tuple[int, int, bool, int]:
+        return self.option, self.shape.batch, self.shape.sampled, self.shape.launch
 
 
 @dataclass
@@ -157,11 +159,19 @@ class StepChooser:
         group: the tensor-parallel ranks.
         host_waits: a step has run when its launch returns, so that the time until the next launch
             is the engine's own. Else launches are timed from one to the next.
+        parts: whether a batch asks for what no captured step gives.
     """
 
-    def __init__(self, options: Options, group: DecisionGroup, host_waits: bool) -> None:
+    def __init__(
+        self,
+        options: Options,
+        group: DecisionGroup,
+        host_waits: bool,
+        parts: Callable[[ScheduleBatch], bool] = lambda _: False,
+    ) -> None:
         self.options = options
         self.group = group
+        self._parts = parts
         self._host_waits = host_waits
         self._auto: _Auto | None = None
         self._allowed: dict[int | None, tuple[int, ...]] = {}
@@ -177,7 +187,7 @@ class StepChooser:
     def start(self, table: CostTable, floor: float) -> None:
         """The table is there: the automatic rule can be in force from now on."""
         steering = Steering(self.options, table, floor) if self.group.decides else None
-        none = Beliefs.none(len(self.options), len(table.batches))
+        none = Beliefs.none(len(self.options), places_of(table))
         self._auto = _Auto(table, steering, none)
 
     def next(self, batch: ScheduleBatch) -> tuple[TreePolicy, str]:
@@ -192,12 +202,13 @@ class StepChooser:
             return rule, str(rule)
         auto = self._auto
         assert auto is not None, "an automatic policy is in force without a cost table"
-        shape = shape_of(batch)
+        shape = shape_of(batch, self._parts(batch))
         decision = self._decide(auto, rule, shape)
         self._last, self._chosen = decision, self.options.policies[decision.option]
         self._ruling = True
         if auto.steering is not None:
-            cost = auto.table.cost(decision.option, shape.batch, shape.context, shape.sampled)
+            every = auto.table.costs(shape.batch, shape.context, shape.sampled, shape.launch)
+            cost = every[decision.option]
             if self._host_waits:
                 self._begun = (time.perf_counter_ns(), decision.option, cost)
             else:
@@ -205,7 +216,7 @@ class StepChooser:
                     self._run += 1
                 else:
                     self._run = 1
-                launch = _Launch(now, decision.option, size, shape.sampled, cost)
+                launch = _Launch(now, decision.option, shape, cost)
                 self._launched = [*self._launched[-1:], launch]
         told = f"{self._chosen} {decision.why} table {auto.table.version} {auto.beliefs.version}"
         return self._chosen, told
@@ -310,8 +321,8 @@ class StepChooser:
         since = auto.steps % SYNC_STEPS
         if 0 < since < SYNC_STEPS - BESIDE - 1 and self._run > 2 * BESIDE:
             return
-        if before.alike(last) and last.batch == batch:
+        if before.alike(last) and last.shape.batch == batch:
             took = (now - last.ns) // 1000
             auto.steering.observe_period(
-                last.option, batch, last.sampled, max(1, last.cost_us), max(1, took)
+                last.option, last.shape, max(1, last.cost_us), max(1, took)
             )

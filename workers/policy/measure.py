@@ -47,6 +47,9 @@ class Timer(Protocol):
     def draw_us(self, policy: TreePolicy) -> int:
         """Microseconds that sampling adds to such a step."""
 
+    def parts_us(self, policy: TreePolicy) -> int | None:
+        """Microseconds of such a step in parts; None where it is one in any case."""
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -127,6 +130,7 @@ def measure(
     deadline = clock() + seconds
     found: dict[Cell, list[int]] = {}
     draws: dict[int, list[int]] = {}
+    parts: dict[int, list[int]] = {}
     cells = grid.cells()
     for number, cell in enumerate(cells):
         share = clock() + (deadline - clock()) / (len(cells) - number)
@@ -143,12 +147,23 @@ def measure(
         found[cell] = [min(times) for times in zip(*rounds, strict=True)]
         if cell[0] not in draws:
             draws[cell[0]] = [timer.draw_us(policy) for policy in options.policies]
+            parts[cell[0]] = [
+                _more(timer.parts_us(policy), whole)
+                for policy, whole in zip(options.policies, found[cell], strict=True)
+            ]
     logger.info("cost table: %d of %d cells in time", len(found), len(cells))
-    return _table(options, found, draws)
+    return _table(options, found, draws, parts)
+
+
+def _more(in_parts: int | None, whole: int) -> int:
+    return 0 if in_parts is None else max(0, in_parts - whole)
 
 
 def _table(
-    options: Options, found: dict[Cell, list[int]], draws: dict[int, list[int]]
+    options: Options,
+    found: dict[Cell, list[int]],
+    draws: dict[int, list[int]],
+    parts: dict[int, list[int]],
 ) -> CostTable:
     batches = sorted({batch for batch, _ in found})
     contexts = sorted({context for _, context in found})
@@ -158,10 +173,13 @@ def _table(
         for b, batch in enumerate(batches)
         for c, context in enumerate(contexts)
     }
-    drawn = {
-        (o, b): draws[batch][o] for o in range(len(options)) for b, batch in enumerate(batches)
-    }
-    return CostTable.measured(options.names, batches, contexts, costs, options.rising, drawn)
+    drawn, in_parts = (
+        {(o, b): more[batch][o] for o in range(len(options)) for b, batch in enumerate(batches)}
+        for more in (draws, parts)
+    )
+    return CostTable.measured(
+        options.names, batches, contexts, costs, options.rising, drawn, in_parts
+    )
 
 
 def _at(option: int, batch: int, context: int, found: dict[Cell, list[int]]) -> int:
@@ -201,6 +219,15 @@ class CellTimer:
 
     def step_us(self, policy: TreePolicy) -> int:
         """See `Timer`."""
+        return self._timed(self._worker.run_step, policy)
+
+    def parts_us(self, policy: TreePolicy) -> int | None:
+        """See `Timer`."""
+        if not self._worker.runs_whole(policy, self._batch):
+            return None
+        return min(self._timed(self._worker.run_in_parts, policy) for _ in range(ROUNDS))
+
+    def _timed(self, run: Callable[[TreePolicy, Any], Any], policy: TreePolicy) -> int:
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
         batch = self._batch
@@ -209,7 +236,7 @@ class CellTimer:
         self._wait()
         begun = time.perf_counter_ns()
         with torch.inference_mode():
-            self._worker.run_step(policy, batch)
+            run(policy, batch)
         self._wait()
         return max(1, (time.perf_counter_ns() - begun) // 1000)
 

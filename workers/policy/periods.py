@@ -22,16 +22,18 @@ class Periods:
     """Times of steps less the table's, by place and option.
 
     Args:
-        costs: [place][option], the table's microseconds at its least context. Places are the
-            batches of the table where all requests are greedy, then those where any samples.
+        costs: [place][option], the table's microseconds at its least context. Places are those of
+            `Beliefs.overhead_us`.
+        batches: of the table; so many places are of one kind.
     """
 
-    def __init__(self, costs: Sequence[Sequence[int]]) -> None:
+    def __init__(self, costs: Sequence[Sequence[int]], batches: int) -> None:
         self._costs = [list(row) for row in costs]
+        self._batches = batches
         self._times = [Compared() for _ in costs]
         self._known: list[dict[int, int]] = [{} for _ in costs]
-        self._rows: dict[int, tuple[dict[int, int], tuple[int, ...]]] = {}
-        self._nearest = list(range(len(self._costs)))  # of places without any, one that has some
+        self._source = list(range(len(self._costs)))  # by place, the one whose times its row is of
+        self._rows: list[tuple[int, ...]] = [()] * len(self._costs)
         self._changed: set[int] = set()
         self._turn = 0
 
@@ -53,16 +55,32 @@ class Periods:
         and a little more: it is not taken for the best before it was tried. A place without any is
         as the nearest one.
         """
-        for place in self._changed:
-            first = not self._known[place]
-            self._known[place] = self._surpluses(place)
-            if first:
-                self._nearest = [_nearest(self._known, p) for p in range(len(self._known))]
-        self._changed.clear()
         self._turn = (self._turn + 1) % len(self._costs)
+        stale = {self._turn}
+        for place in self._changed:
+            stale |= self._renewed(place)
+        self._changed.clear()
         if not any(self._known):
             return None
-        return tuple(map(self._kept_row, range(len(self._costs))))
+        for place in stale:
+            self._rows[place] = self._row(place, self._known[self._source[place]])
+        return tuple(self._rows)
+
+    def _renewed(self, place: int) -> set[int]:
+        """Takes over what was timed at a place; returns the places whose rows are stale by it.
+
+        One that follows another place's times is made anew when other options were timed there;
+        besides, each now and then.
+        """
+        before = self._known[place]
+        known = self._known[place] = self._surpluses(place)
+        if not known or before.keys() == known.keys():
+            return {place}
+        places = range(len(self._known))
+        if not before:
+            self._source = [_source(self._known, p, self._batches) for p in places]
+            return set(places)
+        return {p for p in places if self._source[p] == place}
 
     def _surpluses(self, place: int) -> dict[int, int]:
         costs = self._costs[place]
@@ -70,17 +88,6 @@ class Periods:
             option: round(costs[option] * (math.exp(factor) - 1))
             for option, factor in self._times[place].known().items()
         }
-
-    def _kept_row(self, place: int) -> tuple[int, ...]:
-        """The row of a place. One that follows from another place's is made anew now and then."""
-        known = self._known[place] or self._known[self._nearest[place]]
-        kept = self._rows.get(place)
-        stale = kept is None or kept[0] is not known
-        if kept is not None and not self._known[place] and kept[0].keys() == known.keys():
-            stale = place == self._turn
-        if stale or kept is None:
-            kept = self._rows[place] = (known, self._row(place, known))
-        return kept[1]
 
     def _row(self, place: int, known: dict[int, int]) -> tuple[int, ...]:
         costs, row = self._costs[place], []
@@ -91,13 +98,13 @@ class Periods:
         return tuple(row)
 
 
-def _nearest(known: Sequence[dict[int, int]], place: int) -> int:
-    """The place of the nearest batch of which anything is known, of the same kind if two are as
-    near; ``place`` itself if nothing is."""
-    batches = len(known) // 2
+def _source(known: Sequence[dict[int, int]], place: int, batches: int) -> int:
+    """The place of which anything is known that is most like ``place``: itself, then steps that
+    run in the same way, then the nearest batch, then one drawn alike; ``place`` if nothing is."""
 
-    def distance(other: int) -> tuple[int, bool, int]:
+    def distance(other: int) -> tuple[bool, int, bool, int]:
         apart = abs(other % batches - place % batches)
-        return apart, other // batches != place // batches, other
+        other_launch = other // (2 * batches) != place // (2 * batches)
+        return other_launch, apart, other // batches != place // batches, other
 
     return min((p for p, seen in enumerate(known) if seen), key=distance, default=place)

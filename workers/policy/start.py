@@ -123,6 +123,8 @@ def cache_key(worker: DDTreeWorker) -> dict[str, object]:
         "device": _device_name(worker.device),
         "threads": torch.get_num_threads() if worker.device == "cpu" else 0,
         "graphs": not arguments.disable_cuda_graph,
+        "captured": worker.captured_requests(),
+        "whole_steps": worker.whole_step_requests(),
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "arguments": {name: str(getattr(arguments, name, None)) for name in _ARGUMENTS},
         "options": worker.chooser.options.names,

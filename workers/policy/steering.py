@@ -25,6 +25,7 @@ from overstory.workers.policy.choice import (
     affordable,
     choose,
     place_of,
+    places_of,
     rates,
 )
 from overstory.workers.policy.cost_table import CostTable
@@ -41,6 +42,15 @@ RETRY_STEPS = (256, 16384)
 
 OVERHEADS_KEPT = 31
 STANDINGS = ("on", "off", "trial")
+OVERHEAD_KINDS = (
+    "greedy",
+    "sampled",
+    "greedy, drafts in parts",
+    "sampled, drafts in parts",
+    "greedy, in parts",
+    "sampled, in parts",
+)
+"""Of `Steering.report`, in the order of places."""
 
 
 class Steering:
@@ -66,11 +76,13 @@ class Steering:
         self._overheads: list[deque[int]] = [deque(maxlen=OVERHEADS_KEPT) for _ in table.batches]
         self._times = StepTimes(options.nodes)
         costs = [
-            [table.cost(option, batch, 0, sampled) for option in range(len(options))]
+            list(table.costs(batch, 0, sampled, launch))
+            for launch in range(table.launches)
             for sampled in (False, True)
             for batch in table.batches
         ]
-        self._periods = Periods(costs)
+        assert len(costs) == places_of(table), "places are counted in this order"
+        self._periods = Periods(costs, len(table.batches))
         self._visits = Visits(len(costs), len(options))
         self._drafter = ON
         self._first = Share()
@@ -93,14 +105,11 @@ class Steering:
         with self._lock:
             self._overheads[self._table.nearest(batch)].append(microseconds)
 
-    def observe_period(
-        self, option: int, batch: int, sampled: bool, expected_us: int, took_us: int
-    ) -> None:
-        """From one launch to the next, among others of the same option and ``batch``, it took so
+    def observe_period(self, option: int, shape: Shape, expected_us: int, took_us: int) -> None:
+        """From one launch to the next, among others of the same option and ``shape``, it took so
         long where the table says ``expected_us``."""
         with self._lock:
-            place = place_of(self._table, batch, sampled)
-            self._periods.add(place, option, expected_us, took_us)
+            self._periods.add(place_of(self._table, shape), option, expected_us, took_us)
 
     def observe_step(self, option: int, expected_us: int, took_us: int) -> None:
         """A step took so long where the table says `expected_us`."""
@@ -133,8 +142,8 @@ class Steering:
     def report(self) -> dict[str, Any]:
         """For status, JSON-able: `drafter` (on, off, trial), `first_accepted`, `floor`,
         `switched_off` (how often), `probes`, `factors` by option, `overhead_us` by kind
-        (sampled: any of the batch), batch and option, `greedy` and `sampled` as
-        `KindEvidence.report`."""
+        (sampled: any of the batch; of steps in parts apart, where others are one graph), batch and
+        option, `greedy` and `sampled` as `KindEvidence.report`."""
         with self._lock:
             greedy, sampled = (kind.report() for kind in self._kinds)
             return {
@@ -156,7 +165,7 @@ class Steering:
         """What the next steps are to try, if something has waited long enough for its price."""
         if self._drafter != ON or not any(shape.drafting):
             return NO_PROBE
-        place = place_of(self._table, shape.batch, shape.sampled)
+        place = place_of(self._table, shape)
         self._visits.pass_steps(place, steps)
         best = choose(self._table, beliefs, shape, allowed, PLAIN, margin=0)
         every = rates(self._table, beliefs, shape)
@@ -208,9 +217,11 @@ class Steering:
         return {
             kind: {
                 str(batch): dict(zip(self._options.names, row, strict=True))
-                for batch, row in zip(self._table.batches, half, strict=True)
+                for batch, row in zip(
+                    self._table.batches, rows[at * count : (at + 1) * count], strict=True
+                )
             }
-            for kind, half in (("greedy", rows[:count]), ("sampled", rows[count:]))
+            for at, kind in enumerate(OVERHEAD_KINDS[: 2 * self._table.launches])
         }
 
     def _overhead_us(self) -> tuple[tuple[int, ...], ...]:
@@ -222,7 +233,8 @@ class Steering:
         seen = {b: int(median(times)) for b, times in enumerate(self._overheads) if times}
         options, batches = len(self._options), range(len(self._overheads))
         if not seen:
-            return ((0,) * options,) * (2 * len(batches))
-        return 2 * tuple(
+            return ((0,) * options,) * places_of(self._table)
+        row = tuple(
             (seen[min(seen, key=lambda known: (abs(known - b), known))],) * options for b in batches
         )
+        return row * (places_of(self._table) // len(row))

@@ -22,7 +22,7 @@ from overstory.workers.policy.cost_table import BadTable, CostTable
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 _POLL_S = 0.1
 
 
