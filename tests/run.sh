@@ -9,7 +9,7 @@ results=$(mktemp -d)
 trap 'rm -rf "$results"' EXIT
 markers=()
 [ "$size" = full ] || markers=(-m "not full")
-[ "$size" != full ] || export HYPOTHESIS_PROFILE=default # other examples each time
+[ "$size" != full ] || export HYPOTHESIS_PROFILE=anew # other examples each time
 
 why_not() { # kind -> why it cannot run here; empty if it can
   case $1 in

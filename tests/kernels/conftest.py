@@ -13,5 +13,6 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # As in the unit tests.
-settings.register_profile("repeatable", derandomize=True)
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("anew", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))

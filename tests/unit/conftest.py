@@ -11,7 +11,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 # The same examples in each run, so that a failure is the change's; `tests/run.sh full` draws anew.
-settings.register_profile("repeatable", derandomize=True)
+# No deadline for one example: a busy machine takes any time.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("anew", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
