@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from ddtree_support import (
     GREEDY,
     ScriptedDrafts,
@@ -155,6 +156,31 @@ def test_context_end(
         assert run_under(harness, name, prompts, params, rids) == plain
     harness.flush_cache()
     harness.assert_no_leak()
+
+
+@pytest.mark.parametrize("with_words", [False, True])
+def test_rows_beyond_the_context_share_its_last_position(with_words: bool) -> None:
+    """The rotary tables end there, on a CPU with an error, on a GPU with another's numbers."""
+    from overstory.kernels.reference import tree_build
+    from overstory.workers.ddtree.draft import Drafter
+    from overstory.workers.ddtree.verify import row_layout
+
+    roots, last = torch.tensor([5, 6]), 127
+    logprobs = torch.log_softmax(-torch.arange(2.0 * 7 * 4).view(2, 7, 4), dim=-1)
+    tree = tree_build(roots, logprobs, torch.arange(56).view(2, 7, 4), 15)
+    lengths = torch.tensor([last - 1, 40])
+    at = row_layout(tree, lengths, last, with_words).positions.view(2, -1)
+    wanted = (lengths.unsqueeze(1) + tree.depths).clamp(max=last)
+    assert torch.equal(at, wanted)
+    assert int(tree.depths[0].max()) > 1, "the tree reaches beyond the context"
+
+    drafter = object.__new__(Drafter)
+    drafter._block_size, drafter._last_position, drafter._mask_token_id = 8, last, 0
+    drafter._offsets, drafter._embed = torch.arange(8), lambda ids: ids
+    window = torch.arange(32).view(2, 16)
+    drafted_at = drafter.block(lengths, roots, window).positions.view(2, -1)
+    assert drafted_at[0].tolist() == [last - 1] + [last] * 7
+    assert drafted_at[1].tolist() == list(range(40, 48))
 
 
 def test_what_trees_cannot_do_is_refused(engine: Engine, pair: tuple[str, str]) -> None:
