@@ -37,6 +37,7 @@ from overstory.orchestrator.defrag_plan import Fragmentation, SlotPicture
 from overstory.orchestrator.handoff import MEET_S, HandOffs, NotMoved, Text
 from overstory.orchestrator.lease import Command, LeaseRefused, StaleEpoch
 from overstory.orchestrator.rank_directory import RankGone
+from overstory.orchestrator.spec import ControlSpec
 from overstory.workers.death_note import EXIT_DIVERGED
 from overstory.workers.digest import explain_difference
 from overstory.workers.tree_policy import parse_policy
@@ -76,43 +77,37 @@ class Controller:
 
     Args:
         deployment: its name.
-        lease_steps: steps of each lease, or of the shortest.
+        control: the deployment's settings of it.
         ranks: the way to the ranks.
         clock: monotonic seconds.
-        defrag_every_s: how often to look for fragmentation; 0 never does by itself.
-        defrag_below: contiguous share below which a look is followed by passes.
         in_charge: whether this is the deployment's controller beyond doubt; only then it takes back
             a replica that another one attached to. None: it never does.
         draining: whether a replica is to go: its rows are not worth moving.
         on_report: told the name of a replica whose rank 0 has reported.
-        lease_s: see `ControllerState`.
     """
 
     def __init__(
         self,
         deployment: str,
-        lease_steps: int,
+        control: ControlSpec,
         ranks: Ranks,
         clock: Callable[[], float] = time.monotonic,
-        defrag_every_s: float = 0.0,
-        defrag_below: float = 0.9,
         in_charge: Callable[[], Awaitable[bool]] | None = None,
         draining: Callable[[str], bool] = lambda _: False,
         on_report: Callable[[str], None] = lambda _: None,
-        lease_s: float = 0.0,
     ) -> None:
         self._ranks = ranks
         self._in_charge = in_charge or _unknown
         self._draining = draining
         self._on_report = on_report
-        self._defrag_every_s = defrag_every_s
-        self._defrag_order = DefragOrder(below=defrag_below)
+        self._defrag_every_s = control.defrag_every_s
+        self._defrag_order = DefragOrder(below=control.defrag_below)
         self._defragmenting: set[str] = set()
         self._handoffs = HandOffs(self)
         self._watch: asyncio.Task[None] | None = None
         self._clock = clock
         self._identity = uuid.uuid4().hex
-        self._state = ControllerState(deployment, lease_steps, clock, lease_s)
+        self._state = ControllerState(deployment, control, clock)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._nudges: dict[str, asyncio.Event] = {}
         self._discovery: asyncio.Task[None] | None = None

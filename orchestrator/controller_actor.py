@@ -21,6 +21,7 @@ from overstory.orchestrator.lease import Command
 from overstory.orchestrator.rank_directory import RankDirectory
 from overstory.orchestrator.rank_group import NAMESPACE
 from overstory.orchestrator.replica_health import HealthLimits, State
+from overstory.orchestrator.spec import ControlSpec
 from overstory.workers.log_context import label_process
 
 
@@ -34,25 +35,17 @@ class _ControllerActor:
 
     # Ray awaits it: the controller's tasks need the actor's running loop.
     async def __init__(  # type: ignore[misc]
-        self,
-        deployment: str,
-        lease_steps: int,
-        defrag_every_s: float,
-        defrag_below: float,
-        lease_s: float = 0.0,
+        self, deployment: str, control: ControlSpec
     ) -> None:
         self._deployment = deployment
         label_process(repr(self))
         self._controller = Controller(
             deployment,
-            lease_steps,
+            control,
             RankDirectory(deployment),
-            defrag_every_s=defrag_every_s,
-            defrag_below=defrag_below,
             in_charge=functools.partial(_in_charge, deployment),
             draining=self._draining,
             on_report=lambda name: self._replicas.fleet.heard(name),
-            lease_s=lease_s,
         )
         self._replicas = FleetWatch(
             Fleet(time.monotonic),
@@ -167,13 +160,7 @@ async def _in_charge(deployment: str) -> bool:
     return named is not None and named._actor_id.hex() == own
 
 
-def ensure_controller(
-    deployment: str,
-    lease_steps: int,
-    defrag_every_s: float = 0.0,
-    defrag_below: float = 0.9,
-    lease_s: float = 0.0,
-) -> Any:
+def ensure_controller(deployment: str, control: ControlSpec) -> Any:
     """The deployment's controller, started if it does not run. Returns its actor handle.
 
     A running one keeps its own settings.
@@ -190,7 +177,7 @@ def ensure_controller(
         max_task_retries=0,
         get_if_exists=True,
     )
-    return actor.remote(deployment, lease_steps, defrag_every_s, defrag_below, lease_s)
+    return actor.remote(deployment, control)
 
 
 def find_controller(deployment: str) -> Any | None:

@@ -32,6 +32,7 @@ from overstory.orchestrator.digest_compare import Difference, DigestComparison
 from overstory.orchestrator.health import ProgressJudge
 from overstory.orchestrator.lease import Command, Lease
 from overstory.orchestrator.rates import rates
+from overstory.orchestrator.spec import ControlSpec
 
 Phase = Literal["found", "leased", "condemned", "replaced", "lost"]
 
@@ -82,19 +83,14 @@ class ControllerState:
 
     Args:
         deployment: its name.
-        lease_steps: steps of each lease, or of the shortest.
+        control: the deployment's settings of it.
         clock: monotonic seconds.
-        lease_s: a replica that runs `lease_steps` sooner than in so many seconds gets more steps.
     """
 
-    def __init__(
-        self, deployment: str, lease_steps: int, clock: Callable[[], float], lease_s: float = 0.0
-    ) -> None:
-        if lease_steps < 1:
-            raise ValueError(f"control.lease_steps must be at least 1, got {lease_steps}")
+    def __init__(self, deployment: str, control: ControlSpec, clock: Callable[[], float]) -> None:
         self._deployment = deployment
-        self._lease_steps = lease_steps
-        self._lease_s = lease_s
+        self._lease_steps = control.lease_steps
+        self._lease_s = control.lease_s
         self._clock = clock
         self._policy: str | None = None
         self._replicas: dict[str, ReplicaRecord] = {}

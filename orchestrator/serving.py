@@ -194,14 +194,7 @@ def drop_replica(name: str) -> None:
 
 def start_controller(spec: DeploymentSpec) -> None:
     """The deployment's controller, which finds the replicas by their ranks' names."""
-    control = spec.control
-    ensure_controller(
-        spec.name,
-        control.lease_steps,
-        control.defrag_every_s,
-        control.defrag_below,
-        control.lease_s,
-    )
+    ensure_controller(spec.name, spec.control)
 
 
 def app_status(name: str) -> AppStatus | None:

@@ -22,6 +22,7 @@ from leftovers import wait_until
 from live_engine import LiveEngine
 
 from overstory.orchestrator.controller_actor import end_controller, ensure_controller
+from overstory.orchestrator.spec import ControlSpec
 
 ROUNDS = 12
 TOKENS = 160
@@ -73,7 +74,7 @@ def _cpu_s(pids: list[int]) -> float:
 
 def _lease(live: LiveEngine) -> int:
     """Lets a controller of its own process, as in a deployment, lease the replica; its pid."""
-    controller = ensure_controller(live.deployment, LEASE_STEPS)
+    controller = ensure_controller(live.deployment, ControlSpec(lease_steps=LEASE_STEPS, lease_s=0))
     ray.get(controller.register.remote("r1", live.engine.group.plan.tp_size), timeout=60)
     wait_until(lambda: _mode(live) == "leased", 30, "a lease")
     return int(ray.get(controller.pid.remote(), timeout=30))

@@ -409,7 +409,7 @@ def deployed(replicas: int) -> Iterator[Deployment]:
         connect(record.address, record)
         spec = spec_of(free_port(), replicas)
         serve.start(proxy_location="Disabled")
-        ensure_controller(spec.name, spec.control.lease_steps)
+        ensure_controller(spec.name, spec.control)
         yield Deployment(_serve(build_app(spec), spec, START_S))
         remove_app(spec.name)
         wait_until(lambda: not actors_of(spec.name), 60, "actors to go")

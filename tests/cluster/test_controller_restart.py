@@ -16,8 +16,10 @@ from overstory.orchestrator.controller_actor import end_controller, ensure_contr
 from overstory.orchestrator.defrag import DefragOrder
 from overstory.orchestrator.defrag_plan import Plan, SlotPicture, measure
 from overstory.orchestrator.lease import Command
+from overstory.orchestrator.spec import ControlSpec
 
 LEASE_STEPS = 8
+CONTROL = ControlSpec(lease_steps=LEASE_STEPS, lease_s=0)
 LEASE_TIMEOUT_S = 2.0
 TOKENS = 120
 NOTICE_S = 60.0
@@ -33,7 +35,7 @@ def live() -> Iterator[LiveEngine]:
 @contextmanager
 def steering(live: LiveEngine, **settings: Any) -> Iterator[Any]:
     """A controller that leases the replica, found by its ranks' names alone."""
-    actor = ensure_controller(live.deployment, LEASE_STEPS, **settings)
+    actor = ensure_controller(live.deployment, CONTROL.model_copy(update=settings))
     wait_until(lambda: replica(actor) and replica(actor)["phase"] == "leased", NOTICE_S, "a lease")
     try:
         yield actor
@@ -187,6 +189,6 @@ def test_without_a_controller_the_replica_runs_free_under_the_last_policy_and_sa
     assert alone["lapses"] == lapses + 1
     assert alone["free_steps"] > 0
     assert {r["policy"] for r in live.reports()} == {"tree-5"}
-    successor = ensure_controller(live.deployment, LEASE_STEPS)
+    successor = ensure_controller(live.deployment, CONTROL)
     wait_until(lambda: lease(live)["mode"] == "leased", NOTICE_S, "the successor's lease")
     assert ray.get(successor.status.remote(), timeout=30)["policy"] == "tree-5"

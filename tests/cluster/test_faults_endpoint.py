@@ -66,7 +66,7 @@ def broken(serve_here: int, drafter: Path) -> Iterator[Deployment]:
         gateway={"port": free_port(), "max_concurrent_requests": 8, "request_timeout_s": 300},
         control={"unresponsive_s": UNRESPONSIVE_S, "proven_s": 0},
     )
-    ensure_controller(spec.name, spec.control.lease_steps)
+    ensure_controller(spec.name, spec.control)
     deployment = Deployment(_serve(build_app(spec), spec, REAL_START_S))
     deployment.await_whole(REPLICAS)
     yield deployment

@@ -37,7 +37,7 @@ def lives(serve_here: int) -> Iterator[Deployment]:
         gateway={"port": free_port(), "request_timeout_s": 300},
         control={"proven_s": 0},
     )
-    ensure_controller(spec.name, spec.control.lease_steps)
+    ensure_controller(spec.name, spec.control)
     deployment = Deployment(_serve(build_app(spec), spec, REAL_START_S))
     yield deployment
     deployment.client.close()

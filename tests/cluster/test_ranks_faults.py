@@ -21,6 +21,7 @@ from overstory.orchestrator.engine_errors import EngineDead
 from overstory.orchestrator.lease import Command
 from overstory.orchestrator.local_process import LocalProcess
 from overstory.orchestrator.rank_group import CONTROL, NAMESPACE, RankGroup, RankPlan, call
+from overstory.orchestrator.spec import ControlSpec
 from overstory.workers.death_note import EXIT_DIVERGED, EXIT_LOOP_FAILED, EXIT_WATCHDOG
 from overstory.workers.rank import RankIdentity
 
@@ -76,7 +77,7 @@ def _processes(pids: Iterable[int]) -> Iterator[psutil.Process]:
 
 def test_a_rank_that_diverges_is_caught_within_one_lease(launch: Callable[..., LiveEngine]) -> None:
     live = launch()
-    controller = ensure_controller(live.deployment, LEASE_STEPS)
+    controller = ensure_controller(live.deployment, ControlSpec(lease_steps=LEASE_STEPS, lease_s=0))
     ray.get(controller.register.remote("r1", 2))
     stream = live.stream(1500)
     stream.wait_for(20)

@@ -11,6 +11,7 @@ from overstory.orchestrator import controller as module
 from overstory.orchestrator.controller import Controller
 from overstory.orchestrator.lease import Command
 from overstory.orchestrator.rank_directory import RankGone
+from overstory.orchestrator.spec import ControlSpec
 from overstory.workers import digest
 from overstory.workers.digest import DigestChain, LinkFacts, StepFacts
 from overstory.workers.gate import StepGate
@@ -151,8 +152,9 @@ async def until(predicate, what):
 
 @contextlib.asynccontextmanager
 async def controlling(lease_steps=4, in_charge=None, on_report=lambda _: None, **replicas):
+    control = ControlSpec(lease_steps=lease_steps, lease_s=0)
     controller = Controller(
-        "demo", lease_steps, FakeRanks(**replicas), in_charge=in_charge, on_report=on_report
+        "demo", control, FakeRanks(**replicas), in_charge=in_charge, on_report=on_report
     )
     controller.start()
     try:

@@ -5,6 +5,7 @@ from fake_clock import Clock
 
 from overstory.orchestrator.controller_state import LOST_KEPT, ControllerState
 from overstory.orchestrator.lease import Command
+from overstory.orchestrator.spec import ControlSpec
 from overstory.workers.digest import LinksKept
 
 
@@ -15,7 +16,7 @@ def clock():
 
 @pytest.fixture
 def state(clock):
-    return ControllerState("demo", 64, clock)
+    return ControllerState("demo", ControlSpec(lease_s=0), clock)
 
 
 def report(
@@ -132,7 +133,7 @@ def test_ranks_that_differ_condemn_the_replica_once(state):
 
 @pytest.mark.parametrize(("steps", "between"), [(64, 32), (1, 1)])
 def test_half_a_lease_lies_between_reports(clock, steps, between):
-    state = ControllerState("demo", steps, clock)
+    state = ControllerState("demo", ControlSpec(lease_steps=steps, lease_s=0), clock)
     assert state.report_every(attached(state)) == between
 
 
@@ -140,7 +141,7 @@ def test_half_a_lease_lies_between_reports(clock, steps, between):
     ("steps_per_s", "steps"), [(0, 64), (100, 64), (128, 64), (400, 200), (10_000, 256)]
 )
 def test_a_fast_replica_gets_longer_leases(clock, steps_per_s, steps):
-    state = ControllerState("demo", 64, clock, lease_s=0.5)
+    state = ControllerState("demo", ControlSpec(lease_s=0.5), clock)
     name = attached(state)
     assert state.next_lease(name).steps == 64, "its pace is not known yet"
     state.reported(name, {0: report()})
@@ -192,11 +193,6 @@ def test_status_gives_rates_between_reports_and_judges_progress(state, clock):
     clock.now += 31.0
     (rank,) = state.status()["replicas"][0]["ranks"]
     assert rank["health"] == "silent"
-
-
-def test_lease_steps_must_be_positive():
-    with pytest.raises(ValueError, match="lease_steps"):
-        ControllerState("demo", 0, lambda: 0.0)
 
 
 def test_a_lost_replica_is_taken_up_again_only_with_all_its_ranks(state):

@@ -35,6 +35,7 @@ from overstory.orchestrator.defrag_plan import (
 from overstory.orchestrator.defrag_text import render_defrag
 from overstory.orchestrator.lease import Command
 from overstory.orchestrator.rank_directory import RankGone
+from overstory.orchestrator.spec import ControlSpec
 from overstory.orchestrator.status_text import render
 from overstory.workers.death_note import EXIT_DIVERGED
 
@@ -230,12 +231,12 @@ def test_the_command_line_refuses_a_bad_order_before_ray_is_imported(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     answer = CliRunner().invoke(cli.app, ["defrag", "--rows", "0"])
-    assert answer.exit_code == 1
-    assert "error: rows: got 0, wanted 1..4096" in answer.stderr
+    assert answer.exit_code == 2
+    assert "'--rows': got '0', wanted a whole number, at least 1 and at most 4096" in answer.stderr
 
 
 def controller(phase: str, reason: str = "") -> Controller:
-    made = Controller("d", 8, ranks=None)  # type: ignore[arg-type]
+    made = Controller("d", ControlSpec(), ranks=None)  # type: ignore[arg-type]
     made._state.found("r", 2)
     made._state._replicas["r"].phase = phase  # type: ignore[assignment]
     made._state._replicas["r"].reason = reason
