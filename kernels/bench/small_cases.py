@@ -64,6 +64,7 @@ def small_cases() -> list[SmallCase]:
         *(_sample(rows, 163_840, "top-p") for rows in (32, 256)),
         _relocate(61, 4096),
         _copy_as_relocate(61, 4096),
+        *(_rows(61, 4096, scatter) for scatter in (False, True)),
         *(_empty(blocks, dependent) for blocks in (1, 256) for dependent in (False, True)),
     ]
 
@@ -202,6 +203,26 @@ def _relocate(layers: int, moves: int) -> SmallCase:
     moved = 2 * layers * moves * _ROW_BYTES
     return SmallCase(
         "kv_relocate", moves, 1, _ROW_BYTES, launches, layers, "bf16", moved, goal_of_copy=0.6
+    )
+
+
+def _rows(layers: int, rows: int, scatter: bool) -> SmallCase:
+    """What a hand-off of KV gathers at one side and scatters at the other."""
+
+    def launches() -> list[Launch]:
+        pool = _pool(layers, 8 * rows)
+        table = ops.LayerTable(pool)
+        dense = torch.empty((layers, rows, *pool[0].shape[1:]), dtype=pool[0].dtype, device="cuda")
+        slots = torch.randperm(8 * rows, device="cuda")
+        return [
+            partial(ops.kv_rows, table, part.contiguous(), dense, scatter=scatter)
+            for part in slots.split(rows)
+        ]
+
+    moved = 2 * layers * rows * _ROW_BYTES
+    variant = "scatter" if scatter else "gather"
+    return SmallCase(
+        f"kv_rows {variant}", rows, 1, _ROW_BYTES, launches, layers, "bf16", moved, goal_of_copy=0.6
     )
 
 

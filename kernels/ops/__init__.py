@@ -8,7 +8,7 @@ from .attention import attention_workspace, decode_attention, verify_attention
 from .candidates import candidates_topk, candidates_workspace, merge_candidates
 from .choice import prepare
 from .clock import device_time
-from .relocate import LayerTable, kv_relocate
+from .relocate import LayerTable, kv_relocate, kv_rows
 from .sampling import sample_nodes, sample_workspace
 from .schedule import Schedule
 from .status import BadInputError, raise_bad_input
@@ -27,6 +27,7 @@ __all__ = [
     "decode_attention",
     "device_time",
     "kv_relocate",
+    "kv_rows",
     "merge_candidates",
     "prepare",
     "raise_bad_input",

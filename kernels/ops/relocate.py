@@ -1,4 +1,4 @@
-"""`kv_relocate`; contract in reference/relocate.py."""
+"""`kv_relocate` and `kv_rows`; contracts in reference/relocate.py."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from .status import status_of
 
 _UNIT = 16
 """Rows are moved in pieces of so many bytes."""
+_LARGEST_PART = _UNIT << 30
+"""Of `kv_rows`: pieces of a layer are counted in 32 bits."""
 
 
 class LayerTable:
@@ -143,5 +145,89 @@ def _relocate(
         wide_slots=src_slots.dtype == torch.int64,
         moves=moves,
         scratch=scratch,
+        status=status,
+    )
+
+
+def kv_rows(
+    buffers: Sequence[torch.Tensor] | LayerTable,
+    slots: torch.Tensor,
+    dense: torch.Tensor,
+    *,
+    scatter: bool,
+    status: torch.Tensor | None = None,
+) -> None:
+    """`reference.kv_rows` in one launch. On CUDA nothing is read on the host: a slot outside of the
+    buffers leaves its row undone and sets `status`.
+
+    Args:
+        buffers: [buffer slots, *row] each, or a `LayerTable` of them.
+        slots: [rows] int32 or int64.
+        dense: [buffers, rows, *row].
+        scatter: from `dense` to the buffers.
+        status: [1] int32, set to 1 where a slot is outside; default `status_of` the device.
+
+    Raises:
+        ValueError: shapes or types do not fit, or a layer's part of `dense` has over 16 GiB.
+        KernelError: as `library_for`.
+    """
+    status = status_of(slots.device, status)
+    if not isinstance(buffers, LayerTable):
+        if library_for("kv_rows", slots.device) is None:
+            _rows(list(buffers), None, slots, dense, scatter, status)
+            return
+        buffers = LayerTable(buffers)
+    _rows(buffers.buffers, buffers.addresses, slots, dense, scatter, status)
+
+
+def _check_rows(
+    buffers: list[torch.Tensor],
+    addresses: torch.Tensor | None,
+    slots: torch.Tensor,
+    dense: torch.Tensor,
+    scatter: bool,
+    status: torch.Tensor,
+) -> None:
+    device, first = slots.device, buffers[0]
+    check_tensor("slots", slots, [None], INTS, device)
+    check_tensor("status", status, [1], (torch.int32,), device)
+    check_tensor("buffers[0]", first, [None] * first.dim(), (first.dtype,), device)
+    wanted = [len(buffers), slots.shape[0], *first.shape[1:]]
+    check_tensor("dense", dense, wanted, (first.dtype,), device)
+    if dense[:1].numel() * dense.element_size() > _LARGEST_PART:
+        raise ValueError(f"{slots.shape[0]} rows; a layer's may have at most {_LARGEST_PART} bytes")
+
+
+@register(
+    "kv_rows(Tensor(a!)[] buffers, Tensor? addresses, Tensor slots, Tensor(b!) dense, "
+    "bool scatter, Tensor(c!) status) -> ()",
+    _check_rows,
+)
+def _rows(
+    buffers: list[torch.Tensor],
+    addresses: torch.Tensor | None,
+    slots: torch.Tensor,
+    dense: torch.Tensor,
+    scatter: bool,
+    status: torch.Tensor,
+) -> None:
+    library = library_for("kv_rows", slots.device)
+    if library is None:
+        reference.kv_rows(buffers, slots, dense, scatter=scatter)
+        return
+    first = buffers[0]
+    launch(
+        library,
+        "kv_rows",
+        slots.device,
+        layers=addresses,
+        num_layers=len(buffers),
+        row_bytes=first[:1].numel() * first.element_size(),
+        layer_slots=first.shape[0],
+        slots=slots,
+        wide_slots=slots.dtype == torch.int64,
+        rows=slots.numel(),
+        dense=dense,
+        scatter=scatter,
         status=status,
     )

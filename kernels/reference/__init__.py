@@ -10,7 +10,7 @@ from .attention import decode_attention, verify_attention
 from .candidates import PAD_TOKEN_ID, Shard, candidates_topk, merge_candidates
 from .kv_fp8 import FP8_MAX, dequantize_kv, quantize_kv, scale_for
 from .mask import ancestor_matrix, full_mask, packed_mask, positions
-from .relocate import compaction_moves, kv_relocate
+from .relocate import compaction_moves, kv_relocate, kv_rows
 from .sample import filtered_probs, sample_nodes, uniforms
 from .tree import MAX_ROWS, Tree, chain_tree, tree_build
 
@@ -33,6 +33,7 @@ __all__ = [
     "filtered_probs",
     "full_mask",
     "kv_relocate",
+    "kv_rows",
     "merge_candidates",
     "packed_mask",
     "positions",

@@ -49,6 +49,36 @@ def kv_relocate(
         buffer.index_copy_(0, dst_slots, values)
 
 
+def kv_rows(
+    buffers: Sequence[torch.Tensor], slots: torch.Tensor, dense: torch.Tensor, *, scatter: bool
+) -> None:
+    """Rows of some slots of all buffers to a dense tensor; from there to the slots if `scatter`.
+
+    Args:
+        buffers: [buffer slots, *row] each, all alike.
+        slots: [rows] int; distinct where they are written.
+        dense: [buffers, rows, *row] of the same type, sharing no memory with the buffers.
+        scatter: which way.
+
+    Raises:
+        ValueError: `dense` has another shape.
+        IndexError: a slot is outside the buffers.
+    """
+    wanted = (len(buffers), len(slots), *buffers[0].shape[1:])
+    if dense.shape != wanted:
+        raise ValueError(f"dense has shape {tuple(dense.shape)}; want {wanted}")
+    slots = slots.to(torch.int64)
+    if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < len(buffers[0]):
+        raise IndexError(f"slots {slots.tolist()} in buffers of {len(buffers[0])}")
+    for buffer, part in zip(buffers, dense, strict=True):
+        if is_fp8(buffer):
+            buffer, part = buffer.view(torch.uint8), part.view(torch.uint8)
+        if scatter:
+            buffer.index_copy_(0, slots, part)
+        else:
+            torch.index_select(buffer, 0, slots, out=part)
+
+
 def compaction_moves(
     window_slots: torch.Tensor, accepted: Accepted
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,6 +28,7 @@ def main() -> None:
     for seed in range(2):
         op_checks.check_candidates("cuda", seed, 2, 5000)
         op_checks.check_relocation("cuda", seed, layers=2, slots=60, moves=40)
+        op_checks.check_rows("cuda", seed, layers=2, slots=60, rows=40)
     for kind in ("greedy", "plain", "any"):
         op_checks.check_sampling("cuda", 1, 3, 5000, kind)
     graphs.SLOTS = 400

@@ -66,6 +66,11 @@ def test_relocation_without_overlap(moves: int) -> None:
         op_checks.check_relocation("cuda", seed, 3, 6000, moves, overlap=False)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_there_and_back(seed: int) -> None:
+    op_checks.check_rows("cuda", seed, layers=3, slots=9000, rows=(1, 40, 1000, 9000)[seed % 4])
+
+
 def test_a_slot_outside_is_reported() -> None:
     pool = [torch.zeros(5, 8, dtype=torch.int16, device="cuda")]
     slots = torch.tensor([1], device="cuda"), torch.tensor([5], device="cuda")

@@ -139,6 +139,7 @@ def kv_rows(comm: Any) -> dict[str, Any]:
     """KV of 100k tokens, in scattered slots and in one run, and whether it is what was sent."""
     import torch
 
+    from overstory.kernels import ops
     from overstory.workers.handoff.rows import RowTable
 
     slots, count = 130_000, 100_000
@@ -151,21 +152,16 @@ def kv_rows(comm: Any) -> dict[str, Any]:
             buffer.view(torch.int16).random_(generator=draw)
             buffer.view(torch.int16)[0, 0, 0] = number
     table = RowTable(buffers)
-    kernels = [group._kernel for group in table._groups]
     result: dict[str, Any] = {
         "row_bytes": table.row_bytes,
-        "kernel": all(kernel is not None for kernel in kernels),
+        "kernel": ops.prepare(comm.device),
     }
     order = torch.randperm(slots, generator=torch.Generator().manual_seed(6))[:count]
     for name, given, sizes in (
         ("scattered", order, (64, 128, 256, 512)),
         ("one run", torch.arange(count), (256, 512)),
-        ("scattered, layer by layer", order, (256, 512)),
     ):
         mine = given.to(comm.device)
-        if "layer by layer" in name:
-            for group in table._groups:
-                group._kernel = None
         result[name] = carry(
             comm,
             lambda size, at=mine: table.gather(at, size),

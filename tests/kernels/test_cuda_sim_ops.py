@@ -75,6 +75,11 @@ def test_relocation_in_an_fp8_cache(dtype: torch.dtype) -> None:
     assert torch.equal(pool, want)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_there_and_back(seed: int) -> None:
+    op_checks.check_rows("cpu", seed, layers=2, slots=50, rows=(1, 7, 30, 50)[seed])
+
+
 def test_a_slot_outside_is_reported() -> None:
     pool = [torch.zeros(5, 8, dtype=torch.int16)]
     slots = torch.tensor([1]), torch.tensor([5])

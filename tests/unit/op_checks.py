@@ -130,6 +130,27 @@ def check_relocation(
     assert int(status) == 0
 
 
+def check_rows(device: str, seed: int, layers: int, slots: int, rows: int) -> None:
+    """Rows to a dense tensor and back into other slots; every byte is compared."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (1, 8 * draw_int(generator, 1, 72))
+    pool = torch.randint(-(2**15), 2**15, (layers, slots, *shape), generator=generator)
+    pool = pool.to(torch.int16)
+    order = torch.randperm(slots, generator=generator).to((torch.int32, torch.int64)[seed % 2])
+    source, target = order[:rows], order.flip(0)[:rows]
+    dense, want = torch.zeros(layers, rows, *shape, dtype=torch.int16), pool.clone()
+    reference.kv_rows(list(pool), source, dense, scatter=False)
+    reference.kv_rows(list(want), target, dense, scatter=True)
+    ours, packed = pool.to(device), torch.zeros_like(dense, device=device)
+    status = torch.zeros(1, dtype=torch.int32, device=device)
+    table = ops.LayerTable(list(ours))
+    ops.kv_rows(table, source.to(device), packed, scatter=False, status=status)
+    assert equal(packed, dense), seed
+    ops.kv_rows(table, target.to(device), packed, scatter=True, status=status)
+    assert equal(ours, want), seed
+    assert int(status) == 0
+
+
 def draw_logits(generator: torch.Generator, rows: int, columns: int) -> torch.Tensor:
     """bfloat16, so that ties are many; some tokens forbidden."""
     logits = torch.randn(rows, columns, generator=generator) * 3

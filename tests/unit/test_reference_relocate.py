@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overstory.kernels.reference import kv_relocate
+from overstory.kernels.reference import kv_relocate, kv_rows
 
 
 @settings(max_examples=100, deadline=None)
@@ -50,3 +50,30 @@ def test_bad_moves_change_nothing() -> None:
     with pytest.raises(ValueError, match="one length"):
         kv_relocate([large], torch.tensor([1, 2]), torch.tensor([0]))
     assert large.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int64])
+def test_rows_to_a_dense_tensor_and_back(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(2)
+    buffers = [torch.randn(9, 2, 3, generator=draw).mul(9).to(dtype) for _ in range(3)]
+    slots = torch.tensor([7, 0, 8], dtype=torch.int32)
+    dense = torch.zeros(3, 3, 2, 3).to(dtype)
+    kv_rows(buffers, slots, dense, scatter=False)
+    for buffer, part in zip(buffers, dense, strict=True):
+        for row, slot in enumerate(slots.tolist()):
+            assert torch.equal(part[row].float(), buffer[slot].float())
+    others = [torch.zeros(9, 2, 3).to(dtype) for _ in buffers]
+    kv_rows(others, torch.tensor([1, 2, 5]), dense, scatter=True)
+    for buffer, other in zip(buffers, others, strict=True):
+        want = torch.zeros(9, 2, 3)
+        want[[1, 2, 5]] = buffer.float()[[7, 0, 8]]
+        assert torch.equal(other.float(), want)
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    buffers = [torch.zeros(4, 2), torch.zeros(4, 2)]
+    with pytest.raises(ValueError, match=r"shape \(2, 2, 2\); want \(2, 1, 2\)"):
+        kv_rows(buffers, torch.tensor([1]), torch.zeros(2, 2, 2), scatter=True)
+    for slot in (-1, 4):
+        with pytest.raises(IndexError, match="buffers of 4"):
+            kv_rows(buffers, torch.tensor([slot]), torch.zeros(2, 1, 2), scatter=False)

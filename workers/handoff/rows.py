@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from overstory.kernels import ops, reference
 from overstory.workers.handoff.pieces import Piece
-from overstory.workers.handoff.row_kernel import RowKernel
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -27,8 +28,12 @@ class RowTable:
         flat = [_flat(buffer) for buffer in buffers]
         word = next(w for w in _WORDS if all(rows.shape[1] % w.itemsize == 0 for rows in flat))
         rows = [one.view(word) for one in flat]
+        # A group's part of a staging is aligned if the parts before it are.
+        by_kernel = all(one.data_ptr() % 16 == 0 for one in rows)
+        by_kernel &= all(one.shape[1] * one.element_size() % 16 == 0 for one in rows)
         self._groups = [
-            _Group(list(alike)) for _, alike in itertools.groupby(rows, key=lambda r: r.shape[1])
+            _Group(list(alike), by_kernel)
+            for _, alike in itertools.groupby(rows, key=lambda r: r.shape[1])
         ]
         self.row_bytes = sum(group.row_bytes * len(group.rows) for group in self._groups)
 
@@ -56,27 +61,32 @@ class RowTable:
 
 
 class _Group:
-    """Tensors of one row size that follow each other, and what moves their rows."""
+    """Tensors of one row size that follow each other, and what moves their rows.
 
-    def __init__(self, rows: list[torch.Tensor]) -> None:
+    Args:
+        rows: [slots, words] each.
+        by_kernel: all tensors by one launch; layer by layer the host would be the limit.
+    """
+
+    def __init__(self, rows: list[torch.Tensor], by_kernel: bool) -> None:
         self.rows = rows
         self.row_bytes = rows[0].shape[1] * rows[0].element_size()
-        self._kernel = RowKernel.of(rows)
+        self._move: Callable[..., None] = functools.partial(reference.kv_rows, rows)
+        if by_kernel:
+            self._move = functools.partial(ops.kv_rows, ops.LayerTable(rows))
 
     def move(self, slots: torch.Tensor, stretch: torch.Tensor, taking_out: bool) -> None:
         """Rows of all tensors to the stretch uint8, tensor after tensor, or from there."""
-        if self._kernel is not None and stretch.device == self.rows[0].device:
-            self._kernel.move(slots, stretch, taking_out)
-            return
-        # Cut at once: with many layers the host's time for it would be longer than the copy's.
-        cut = stretch.view(self.rows[0].dtype).view(len(self.rows), len(slots), -1)
-        for rows, part in zip(self.rows, cut.unbind(0), strict=True):
-            if taking_out:
-                rows.index_copy_(0, slots, part.to(rows.device))
-            elif part.device == rows.device:
-                torch.index_select(rows, 0, slots, out=part)
-            else:
-                part.copy_(rows.index_select(0, slots))
+        first = self.rows[0]
+        dense = stretch.view(first.dtype).view(len(self.rows), len(slots), first.shape[1])
+        if dense.device == first.device:
+            self._move(slots, dense, scatter=taking_out)
+        elif taking_out:
+            self._move(slots, dense.to(first.device), scatter=True)
+        else:
+            packed = torch.empty_like(dense, device=first.device)
+            self._move(slots, packed, scatter=False)
+            dense.copy_(packed)
 
 
 class _Mover:
