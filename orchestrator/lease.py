@@ -214,23 +214,24 @@ class LeaseLedger:
         return bool(self._queued) and (self._queued[0].supersede or self._remaining(launched) == 0)
 
     def due_next(self, launched: int) -> bool:
-        """Whether the controller should grant now: less than half remains and nothing is queued."""
+        """Whether the controller should grant now: half or less remains and nothing is queued. At
+        half it also wants a report (`ControllerState.report_every`): one call for both."""
         if self._mode == "unmanaged":
             return self._epoch > 0 and not self._queued
         assert self._current is not None
-        return not self._queued and 2 * self._remaining(launched) < self._current.steps
+        return not self._queued and 2 * self._remaining(launched) <= self._current.steps
 
     def quiet_until(self, launched: int) -> float:
-        """Number of launched batches at which this ledger next has something to say unasked: less
-        than half of the present lease is left, or nothing. Infinity: never.
+        """Number of launched batches at which this ledger next has something to say unasked: half
+        of the present lease is left, or nothing. Infinity: never.
 
         Call it after `boundary`.
         """
         current = self._current
         if current is None or self._mode in ("unmanaged", "free-running"):
             return math.inf
-        below_half = self._begun_at + current.steps // 2 + 1
-        return below_half if launched < below_half else self._begun_at + current.steps
+        half = self._begun_at + current.steps - current.steps // 2
+        return half if launched < half else self._begun_at + current.steps
 
     def view(self, launched: int) -> LeaseView:
         """The ledger now, for reports."""

@@ -42,6 +42,7 @@ from overstory.orchestrator.spec import DeploymentSpec
 from overstory.orchestrator.token_line import TokenLines
 from overstory.orchestrator.weight_donor import find_donor
 from overstory.workers.log_context import label_process, name_request
+from overstory.workers.settled_heap import settle_heap
 from overstory.workers.sglang_metrics import pass_on
 
 logger = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ class Replica:
         )
         if self._engine.server_args.enable_metrics:
             pass_on({"deployment": spec.name, "replica": name, "process": "front"})
+        settle_heap()
         _register(spec, name)
 
     async def generate(self, request: GenerateCall) -> AsyncGenerator[TokenChunk, None]:

@@ -37,6 +37,7 @@ from overstory.workers.log_context import label_process
 from overstory.workers.prefix_report import PrefixReader, PrefixReport, Version
 from overstory.workers.process_ids import kernel_memory_kills, process_start_ticks
 from overstory.workers.scheduler_view import SglangScheduler
+from overstory.workers.settled_heap import settle_heap
 from overstory.workers.sglang_metrics import pass_on
 from overstory.workers.shared_names import take_names_off
 from overstory.workers.step_notes import StepNotes
@@ -128,6 +129,7 @@ class RankHost:
         self._prefixes = PrefixReader()
         self._digests = DigestChain()
         self._notes: StepNotes | None = None
+        self._answered_at = 0  # batches when `exchange` answered last
         self._gate = StepGate(rank, lease_timeout_s, self._begin_lease)
         self._gather: DigestGather | None = None
         if os.environ.get(COMPARE_VARIABLE) == "gather":
@@ -209,6 +211,7 @@ class RankHost:
             rank == 0 or server_args.enable_metrics_for_all_schedulers
         ):
             pass_on(self._labels)
+        settle_heap()
         self._enter("ready")
         return dict(scheduler.get_init_info())
 
@@ -273,7 +276,7 @@ class RankHost:
             **self._gate.counters(),
             "forwards": self._forwards(),
             "policy": str(tree_policy.current()),
-            "lease": dataclasses.asdict(self._gate.view()) if self._rank == 0 else None,
+            "lease": dict(vars(self._gate.view())) if self._rank == 0 else None,
             "load": self._view.load() if self._view else None,
             "steps": STATS.snapshot(),
             "auto": self._view.automatic_policy() if self._view else None,
@@ -338,11 +341,13 @@ class RankHost:
     def exchange(self, after_forward: int, every: int, wait_s: float) -> dict[str, Any]:
         """Rank 0: answers with a report as soon as there is a reason to.
 
-        Reasons: the next lease is due, `every` batches were launched beyond `after_forward`, a
-        lease was granted meanwhile, or `wait_s` seconds passed.
+        Reasons: the next lease is due, `every` batches were launched beyond `after_forward` and
+        since the last answer, a lease was granted meanwhile, or `wait_s` seconds passed.
         """
-        self._gate.await_due(wait_s, after_forward, every)
-        return self.report(after_forward)
+        self._gate.await_due(wait_s, max(after_forward, self._answered_at), every)
+        report = self.report(after_forward)
+        self._answered_at = report["forwards"]
+        return report
 
     def end(self, cause: str, exit_code: int = EXIT_ORDERED) -> None:
         """Ends this process with `cause` in its death note. The call itself never returns."""

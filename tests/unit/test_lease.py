@@ -47,11 +47,11 @@ def test_a_lease_begins_at_the_next_boundary_and_counts_launched_batches_only(le
     assert not ledger.boundary(14, has_work=True).go
 
 
-def test_the_next_lease_is_wanted_when_less_than_half_remains(ledger):
+def test_the_next_lease_is_wanted_when_half_of_it_remains(ledger):
     epoch = ledger.attach()
     ledger.offer(lease(epoch, 1))
     ledger.boundary(0, has_work=True)
-    assert [ledger.due_next(launched) for launched in range(5)] == [False, False, False, True, True]
+    assert [ledger.due_next(launched) for launched in range(5)] == [False, False, True, True, True]
     ledger.offer(lease(epoch, 2))
     assert not ledger.due_next(3), "one is queued"
 
