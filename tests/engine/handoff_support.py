@@ -88,7 +88,8 @@ def threads(scheduler: Any) -> list[str]:
 
 
 def fault(scheduler: Any, kind: str, rank: int) -> None:
-    """From the second piece on: the giving rank is killed, sends garbage, or lets go of its KV."""
+    """From the second piece on: the giving rank is killed, sends garbage, or lets go of its KV; or
+    the taking one has an error of its own, once."""
     if scheduler.ps.tp_rank != rank:
         return
     _context(scheduler)
@@ -103,6 +104,9 @@ def fault(scheduler: Any, kind: str, rank: int) -> None:
             count += 1
             if kind == "killed" and count == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if kind == "error" and count == 2:
+                del table._mover
+                raise KeyError("deliberate")
             if kind == "let go" and count == 2:
                 with _HANDOFF._lock:
                     _HANDOFF._held.clear()

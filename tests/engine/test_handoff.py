@@ -274,6 +274,22 @@ def test_bad_rows_are_not_taken(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_one_rank_is_a_vote_against(
+    here: EngineHarness, replica: Replica, tp_size: int, rank: int
+) -> None:
+    """Of any kind: the others wait for its vote, and it serves on."""
+    if rank >= tp_size:
+        pytest.skip("there is no such rank")
+    move = Move(here, replica(), [PROMPTS[0]])
+    here.at_boundary(fault, "error", rank)
+    reports = move.hand_over()
+    assert "deliberate" in reports[rank]["failed"]
+    assert all(report["failed"] and report["bytes"] == 0 for report in reports)
+    move.end()
+    assert move.resume() == [0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_giving_rank_that_is_killed_in_the_middle(
     here: EngineHarness, replica: Replica, tp_size: int, rank: int
 ) -> None:

@@ -194,7 +194,7 @@ class GivingEngine(CudaEngine):
 
         for patch in patches():
             patch.install()
-        SHELF.rank = "0/1"
+        SHELF.settings = "alike"
         _PEERS._answers["weights"] = SHELF.give  # type: ignore[index]
         super().__init__(model, **arguments)
         assert all(patch.taken() for patch in patches())

@@ -10,6 +10,7 @@ giving replica  kv_let_go
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
     from overstory.workers.commands import CommandContext, CommandTable
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class KvHandoff:
             nothing is held, and it may be asked again; or `refused`.
         """
         scheduler = context.scheduler.raw
-        if reason := cached.cannot(scheduler):
+        if reason := self._cannot(scheduler):
             return {"refused": reason}
         texts = arguments["texts"]
         running = [t["rid"] for t in texts if cached.still_running(scheduler, t["rid"])]
@@ -146,7 +149,7 @@ class KvHandoff:
         """
         scheduler = context.scheduler.raw
         texts: Sequence[Sequence[int]] = arguments["texts"]
-        if reason := cached.cannot(scheduler):
+        if reason := self._cannot(scheduler):
             return {"failed": reason, "cached": [], "bytes": 0, "seconds": 0.0, "done": True}
         table = self._rows(scheduler)
         page = cached.page_size(scheduler)
@@ -207,7 +210,8 @@ class KvHandoff:
                 "identity": self.identity,
             }
             taker.take(order, table.scatter(slots, taker.piece_bytes))
-        except RuntimeError as error:  # Of the communicator, or no memory for its stagings.
+        except Exception as error:  # Whatever it is: the other ranks wait for this one's vote.
+            logger.warning("rows did not come: %s: %s", type(error).__name__, error)
             reason = str(error) or type(error).__name__
         if not agreed(scheduler, not reason):
             cached.give_back(scheduler, slots)
@@ -215,6 +219,16 @@ class KvHandoff:
         cached.put_in(scheduler, tokens, held, slots)
         table = self._rows(scheduler)
         return Carried(count * table.row_bytes, time.perf_counter() - begun), ""
+
+    def _cannot(self, scheduler: Scheduler) -> str:
+        """Why this engine's KV cannot be handed over; empty if it can."""
+        if reason := cached.cannot(scheduler):
+            return reason
+        try:
+            self._rows(scheduler)
+        except (RuntimeError, ValueError) as error:
+            return f"its KV tensors have no plain rows: {error}"
+        return ""
 
     def _rows(self, scheduler: Scheduler) -> RowTable:
         if self._table is None:

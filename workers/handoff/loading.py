@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from overstory.workers.collectives import CollectiveError
 from overstory.workers.handoff.pieces import Carried, Piece
 from overstory.workers.handoff.weights import WeightTable, fingerprint
 from overstory.workers.seam.patches import Patch, hook
@@ -49,13 +48,16 @@ class WeightShelf:
 
     Attributes:
         source: where to take weights from; None loads from disk.
+        settings: what else than the checkpoint decides what lies in memory (`weights_settings`).
+        refuses: why nothing is given to others; empty if it is.
         taken: what came from there so far.
         reason: why the last model did not, if one did not.
     """
 
     def __init__(self) -> None:
         self.source: Taker | None = None
-        self.rank = ""
+        self.settings = ""
+        self.refuses = ""
         self.taken = Carried(0, 0.0)
         self.reason = ""
         self._noted: dict[str, _Noted] = {}
@@ -65,14 +67,14 @@ class WeightShelf:
     ) -> Any:
         """AROUND hook of SGLang's loader."""
         path = str(model_config.model_path)
-        stamp = f"{self.rank} {fingerprint(Path(path)) if Path(path).is_dir() else path}"
+        stamp = f"{self.settings} {fingerprint(Path(path)) if Path(path).is_dir() else path}"
         settings = {"model_config": model_config, "device_config": device_config}
         model = None
         if self.source is not None:
             try:
                 model = self._take(self.source, loader, path, stamp, settings)
-            except (CollectiveError, ValueError, RuntimeError) as error:
-                self.reason = str(error)
+            except Exception as error:  # Whatever it is, the files are there.
+                self.reason = str(error) or type(error).__name__
                 logger.warning("weights of %s come from disk: %s", path, error)
                 gc.collect()
                 if torch.cuda.is_available():
@@ -81,7 +83,7 @@ class WeightShelf:
             model = original(loader, **settings)
         try:
             self._noted[path] = _Noted(WeightTable(model), stamp)
-        except RuntimeError as error:  # Tensors without plain memory.
+        except Exception as error:  # Tensors without plain memory.
             logger.warning("weights of %s cannot be given to others: %s", path, error)
         return model
 
@@ -91,11 +93,13 @@ class WeightShelf:
         Raises:
             ValueError: it is not served here, or is another one.
         """
+        if self.refuses:
+            raise ValueError(self.refuses)
         noted = self._noted.get(order["path"])
         if noted is None:
             raise ValueError(f"{order['path']} is not served there")
         if noted.stamp != order["stamp"]:
-            raise ValueError(f"{order['path']} has other weights on disk than are served there")
+            raise ValueError(f"{order['path']} has other files or settings than are served there")
         if noted.table.layout != order["layout"]:
             raise ValueError(f"{order['path']} lies differently in memory there")
         return noted.table.gather(piece_bytes), lambda: True

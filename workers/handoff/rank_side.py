@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 TRANSFER_S = 10.0
 """Longest that the ranks of a replica wait for rows of another one: they stand still meanwhile."""
+BUILD_TRANSFERS = 5
+"""A new replica builds its model before it asks for weights: a communicator may be idle for so many
+times its longest transfer."""
 
 
 class RankSide:
@@ -49,14 +52,19 @@ class RankSide:
     def loading(self, server_args: ServerArgs, rank: int, source: str) -> Iterator[None]:
         """While the weights are loaded: from disk, or over the communicator `source`, which is
         closed after it."""
-        from overstory.workers.handoff.identity import identity_of
+        from overstory.workers.collectives import CollectiveError
+        from overstory.workers.handoff.identity import identity_of, weights_move, weights_settings
         from overstory.workers.handoff.loading import SHELF
 
         self._identity = identity_of(server_args, rank)
-        SHELF.rank = f"{rank}/{server_args.tp_size}"
+        SHELF.settings = weights_settings(server_args, rank)
+        SHELF.refuses = weights_move(server_args)
         try:
             if source:
-                SHELF.source = self._peers.taker(source)
+                try:
+                    SHELF.source = self._peers.taker(source)
+                except CollectiveError as error:  # It has been lost since: disk is as good.
+                    SHELF.reason = str(error)
             yield
         finally:
             SHELF.source = None
@@ -91,12 +99,15 @@ class RankSide:
         transfer_s: float = TRANSFER_S,
     ) -> None:
         """See `Peers.open`."""
+        from overstory.workers.handoff.peers import IDLE_S
         from overstory.workers.handoff.pieces import PIECE_BYTES
-        from overstory.workers.handoff.row_kernel import prepare
 
         if kind == "nccl":
-            prepare(self._torch_device())
-        self._peers.open(name, kind, ticket, init_s, transfer_s, PIECE_BYTES[kind])
+            from overstory.kernels import ops
+
+            ops.prepare(self._torch_device())  # No boundary is to wait for a build.
+        idle_s = max(IDLE_S, BUILD_TRANSFERS * transfer_s)
+        self._peers.open(name, kind, ticket, init_s, transfer_s, PIECE_BYTES[kind], idle_s)
 
     def close(self, name: str) -> None:
         """See `Peers.close`."""
