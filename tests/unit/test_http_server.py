@@ -4,13 +4,15 @@ import asyncio
 import json
 import socket
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from starlette.types import Receive, Scope, Send
 
 from overstory.orchestrator import http_layers, listening
 from overstory.orchestrator.http_layers import BodyGuard, RequestIds
-from overstory.orchestrator.http_protocol import ConnectionLimits
+from overstory.orchestrator.http_protocol import ConnectionLimits, GuardedProtocol
 from overstory.orchestrator.http_server import HttpServer
 from overstory.orchestrator.listening import CannotListen
 from overstory.orchestrator.local_ray import free_port
@@ -338,6 +340,24 @@ def test_a_client_that_reads_slowly_gets_its_answer() -> None:
         writer.close()
 
     play(story, stalled_s=0.25)
+
+
+def test_a_client_that_takes_a_little_at_each_look_is_not_gone() -> None:
+    sizes, looks, aborted = [90, 50, 50], list[Any](), list[int]()
+    connection = GuardedProtocol.__new__(GuardedProtocol)
+    connection._limits = ConnectionLimits()
+    connection._stall_timer = None
+    connection.transport = SimpleNamespace(  # type: ignore[assignment]
+        get_write_buffer_size=lambda: sizes.pop(0), abort=lambda: aborted.append(len(looks))
+    )
+    connection.loop = SimpleNamespace(  # type: ignore[assignment]
+        call_later=lambda delay_s, look: looks.append((delay_s, look))
+    )
+    connection._look_for_progress(100)
+    for number in range(3):
+        assert looks[number][0] == 60
+        looks[number][1]()
+    assert (aborted, len(looks)) == ([3], 3), "only where nothing was taken between two looks"
 
 
 def test_connections_above_the_limit_are_told_to_come_back() -> None:
