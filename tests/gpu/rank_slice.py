@@ -2,9 +2,9 @@
 
     rank_slice.py ROLE OUT SECONDS [EARLIER_ROLE...]
 
-Writes OUT/ROLE.json after each point. ROLE is one of ROLES; it starts when the earlier ones are
-through (OUT/EARLIER_ROLE.done) and ends within SECONDS of its own start. RANK_SLICE_TOY=1 rehearses
-on a CPU at toy sizes.
+Writes OUT/ROLE.json after each point, and goes on with one that is there. ROLE is one of
+`slice_roles.ROLES`; it starts when the earlier ones are through (OUT/EARLIER_ROLE.done) and ends
+within SECONDS of its own start. RANK_SLICE_TOY=1 rehearses on a CPU at toy sizes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import slice_engine as _engine_first  # sets the environment before SGLang is there
 from slice_bench import StepBench, eager
 from slice_config import published, rank_drafter, rank_target, toy, write_pair
-from slice_points import Cell, again, few, grid, levers, slots
+from slice_points import Cell, slots
 from slice_report import Report, wait_for
+from slice_resume import cells_left, counts_left, rows_left, stages_left
+from slice_roles import COUNTED, ROLES, SIMILAR, Role, is_complete, needed_s, not_built
 
 RANKS = 8
 MOST_ROWS = 33
@@ -37,50 +38,13 @@ TOY = os.environ.get("RANK_SLICE_TOY") == "1"
 TOY_RANKS = 2
 
 
-@dataclass(frozen=True)
-class Role:
-    """An engine and what is measured with it.
-
-    Attributes:
-        layers: None: all.
-        kv_sets: see `slice_engine`.
-        fields: further server arguments.
-        cells: what is measured.
-        own_draft: the drafter's attention is ours; else SGLang's Triton.
-        counts: experts touched are counted, and steps of rows that are much alike timed.
-        early: small, so built before any is measured.
-    """
-
-    layers: int | None
-    kv_sets: int
-    fields: dict[str, Any]
-    cells: tuple[Cell, ...]
-    own_draft: bool = True
-    counts: bool = False
-    early: bool = False
-
-
-ROLES = {
-    "slice": Role(None, 4, {}, tuple(grid()), counts=True),
-    "slice_old_draft": Role(None, 4, {}, tuple(grid()), own_draft=False, counts=True),
-    "slice_triton": Role(
-        None, 4, {"moe_runner_backend": "triton"}, tuple(grid()), own_draft=False, counts=True
-    ),
-    "again": Role(None, 4, {}, tuple(again())),
-    "moe_triton": Role(4, 0, {"moe_runner_backend": "triton"}, tuple(levers()), early=True),
-    "moe_fused": Role(4, 0, {"enforce_shared_experts_fusion": True}, tuple(levers()), early=True),
-    "moe_marlin": Role(4, 0, {}, tuple(levers()), counts=True, early=True),
-    "few": Role(4, 0, {}, tuple(few()), early=True),
-    "long": Role(3, 0, {}, (), early=True),
-}
-
-
 def cells_of(role: Role) -> list[Cell]:
-    """The role's cells; at toy sizes with short contexts."""
+    """The role's cells; at toy sizes with short contexts and without profiles."""
     if not TOY:
         return list(role.cells)
     return [
-        c._replace(context=64 if c.context < 9000 else 160, backend="overstory") for c in role.cells
+        c._replace(context=64 if c.context < 9000 else 160, backend="overstory", profiled=False)
+        for c in role.cells
     ]
 
 
@@ -113,6 +77,9 @@ def build(name: str, out: Path) -> _engine_first.SliceEngine:
     return _engine_first.SliceEngine(pair, MOST_ROWS, kv_sets, noisy, scale, **fields)
 
 
+WHERE = ("batch", "context", "backend", "profiled")
+
+
 class Measurement:
     """The cells of a role, one after the other, as far as time goes.
 
@@ -125,10 +92,12 @@ class Measurement:
 
     def __init__(self, engine: Any, report: Report, deadline: float, out: Path) -> None:
         self._engine, self._report, self._deadline = engine, report, deadline
-        self._out, self._profiles = out, 0
+        role = report.content["role"]
+        self._out = out
+        self._profiles = len(list(out.glob(f"launches-{role}-*")))
         self._left_out: list[str] = []
-        self._counts = ROLES[report.content["role"]].counts
-        self._points: list[dict[str, Any]] = []
+        self._role = ROLES[role]
+        self._points: list[dict[str, Any]] = report.content.get("points", [])
 
     def run(self, scheduler: Any, cells: list[Cell]) -> None:
         """In the engine's loop, between two iterations."""
@@ -137,19 +106,19 @@ class Measurement:
         bench = StepBench(worker, on_cuda=not TOY)
         # Another backend's steps take long: what is counted comes before.
         kinds = [cell.backend for cell in cells]
-        ours = kinds.index("triton") if "triton" in kinds else len(kinds)
+        ours = kinds.index("triton") if "triton" in kinds and self._role.counts else len(kinds)
         self._cells(bench, worker, cells[:ours])
-        if self._counts:
+        if self._role.counts:
             self._report.attempt("experts", lambda: self._experts(bench, cells))
-            if ROLES[self._report.content["role"]].layers is None:
+            if self._role.layers is None:
                 self._report.attempt("alike", lambda: self._alike(bench))
         self._cells(bench, worker, cells[ours:])
 
     def _cells(self, bench: StepBench, worker: Any, cells: list[Cell]) -> None:
         room = worker.model_runner.token_to_kv_pool.size
-        for number, cell in enumerate(cells):
-            needed = 3 + (cell.backend == "triton") * (2 + cell.batch * cell.context / 12_000)
-            if slots([cell], MOST_ROWS) > room or self._left() < needed:
+        layers = int(worker.model_runner.model_config.num_hidden_layers)
+        for number, cell in enumerate(cells_left(cells, self._points)):
+            if slots([cell], MOST_ROWS) > room or self._left() < needed_s(cell, layers):
                 self._left_out.append(str(cell))
                 self._report.put("left_out", self._left_out)
                 continue
@@ -172,65 +141,72 @@ class Measurement:
         return f"{time.monotonic() - begun:.1f} s"
 
     def _points_of(self, bench: StepBench, cell: Cell, longest_s: float, profiled: int) -> None:
-        new = []
-        for rows in cell.rows:
+        run = {"run": self._report.content["runs"]}
+        for rows in rows_left(cell, self._points):
             if self._left() < 2:
-                break
-            point = cell._asdict() | {"rows": rows} | bench.point(rows, longest_s)
-            new.append(point)
+                return
+            point = cell._asdict() | {"rows": rows} | bench.point(rows, longest_s) | run
             self._points.append(point)
             self._report.put("points", self._points)
-        if cell.profiled and self._left() > 2 + 3e-6 * sum(p["step_us"] for p in new):
+        if not stages_left(cell, self._points):
+            return
+        again = [p for p in self._points if all(p[n] == getattr(cell, n) for n in WHERE)]
+        if self._left() > 2 + 3e-6 * sum(p["step_us"] for p in again):
             self._profiles += 1
             role = self._report.content["role"]
             where = f"{cell.backend}-{cell.batch}-{cell.context}"
             name = f"launches-{role}-{self._profiles}-{where}.json.gz"
-            found = bench.stages([p["rows"] for p in new], profiled, self._out / name)
-            for point, stages in zip(new, found, strict=False):
+            found = bench.stages([p["rows"] for p in again], profiled, self._out / name)
+            for point, stages in zip(again, found, strict=False):
                 point["stages_us"] = stages
             self._report.put("points", self._points)
 
     def _experts(self, bench: StepBench, cells: list[Cell]) -> list[dict[str, Any]]:
         """Distinct experts against rows: independent rows, then rows that are much alike."""
-        found = []
+        found: list[dict[str, Any]] = self._report.content.get("experts", [])
         short = min(cell.context for cell in cells)
-        for alike in (0.0, 0.5, 0.9):
-            self._engine.noise[0].alike(alike)
-            for batch in (1, 4, 16):
-                if self._left() < 5:
-                    break
-                bench.prepare(Cell(batch, short, (), "overstory"))
-                for rows in (1, 9, 17, 33):
-                    one = {"batch": batch, "rows": rows, "alike": alike}
-                    found.append(one | bench.experts(rows))
-        self._engine.noise[0].alike(0.0)
+        for alike, batch, rows in self._of_rows_alike(COUNTED, found, 5):
+            bench.prepare(Cell(batch, short, (), "overstory"))
+            found.append({"batch": batch, "rows": rows, "alike": alike} | bench.experts(rows))
+            self._report.put("experts", found)
         return found
 
     def _alike(self, bench: StepBench) -> list[dict[str, Any]]:
         """Steps of one and four requests whose rows are much alike."""
-        found = []
+        found: list[dict[str, Any]] = self._report.content.get("alike", [])
+        for alike, batch, rows in self._of_rows_alike(SIMILAR, found, 3):
+            bench.prepare(Cell(batch, 64 if TOY else 1024, (), "overstory"))
+            one = {"batch": batch, "rows": rows, "alike": alike} | bench.point(rows, 1.0)
+            stages = bench.stages([rows])
+            found.append(one | ({"stages_us": stages[0]} if stages else {}))
+            self._report.put("alike", found)
+        return found
+
+    def _of_rows_alike(
+        self, wanted: Sequence[tuple[float, int, int]], found: Sequence[Any], least_s: float
+    ) -> Iterator[tuple[float, int, int]]:
+        """What is left of ``wanted``, with the rows' noise made so; none begins in the last
+        ``least_s`` seconds."""
+        now = 0.0
         try:
-            for alike in (0.5, 0.9):
-                self._engine.noise[0].alike(alike)
-                for batch in (1, 4):
-                    if self._left() < 3:
-                        return found
-                    bench.prepare(Cell(batch, 64 if TOY else 1024, (), "overstory"))
-                    rows = (9, 33)
-                    stages = bench.stages(rows)
-                    for i, n in enumerate(rows):
-                        one = {"batch": batch, "rows": n, "alike": alike} | bench.point(n, 1.0)
-                        found.append(one | ({"stages_us": stages[i]} if stages else {}))
+            for alike, batch, rows in counts_left(wanted, found):
+                if self._left() < least_s:
+                    return
+                if alike != now:
+                    self._engine.noise[0].alike(alike)
+                    now = alike
+                yield alike, batch, rows
         finally:
             self._engine.noise[0].alike(0.0)
-        return found
 
 
 def long_context(engine: Any, report: Report) -> None:
-    """One text from near and from far slots; then a long prompt by chunks, and decoding."""
-    report.attempt("far_slots", lambda: _far_slots(engine, 200 if TOY else SHORT_LONG))
-    engine.flush_cache()
-    report.attempt("long", lambda: _long_prompt(engine, report, 1500 if TOY else LONG_CONTEXT))
+    """A long prompt by chunks, and decoding; then one text from near and from far slots."""
+    if "long" not in report.content:  # chunks and steps are kept as they come
+        report.attempt("long", lambda: _long_prompt(engine, report, 1500 if TOY else LONG_CONTEXT))
+        engine.flush_cache()
+    if "far_slots" not in report.content:
+        report.attempt("far_slots", lambda: _far_slots(engine, 200 if TOY else SHORT_LONG))
 
 
 def _prompt(length: int) -> list[int]:
@@ -354,6 +330,7 @@ def started(name: str, out: Path, report: Report) -> Any:
     report.put("memory", _memory())
     report.put("whole_steps_failed", engine.not_captured)
     report.put("graphs", engine.graphs)
+    report.put("compiled", engine.compiled)
     return engine
 
 
@@ -368,6 +345,14 @@ def main() -> None:
     report.put("loaded_s", time.monotonic() - begun)
     try:
         engine = None
+        if is_complete(role, report.content, cells_of(role)):
+            report.put("left_out", ["nothing: an earlier run has measured all"])
+            os._exit(0)
+        wait_for(out, [other for other in earlier if other == "modules"])
+        if not TOY and (why := not_built(out, role)):
+            report.put("left_out", [why])
+            (out / f"{name}.done").touch()
+            os._exit(4)
         if role.early:  # after the first of them: what its captures take is weighed
             wait_for(out, [other for other in earlier if other == "kernels"])
             before = [other for other in earlier if other in ROLES and ROLES[other].early]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,7 @@ os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE"] = "0"  # slots are held
 sys.path.append(str(Path(__file__).parents[1] / "engine"))
 
 import harness
+from slice_modules import SLOW, WouldCompileError
 
 harness.STEP_DEADLINE_S = 900.0
 NOISE_ROWS = 16 * 33
@@ -166,18 +168,26 @@ def shape_steps(tree_tiers: tuple[int, ...], failed: list[str]) -> None:
     worker.StepGraphs = captured  # type: ignore[assignment,misc]
 
 
-def take_built_modules() -> None:
-    """SGLang's modules that were built before are taken as they are: ninja would make them anew
-    where a header of the machine that built them is missing. One of them takes minutes."""
-    from tvm_ffi.cpp import extension
+def note_modules(compiled: dict[str, float]) -> None:
+    """Notes the seconds of each module that SGLang has to compile. Of the one that takes minutes
+    nothing is compiled: it is built before (slice_modules.py)."""
+    import tvm_ffi.cpp
 
-    build = extension.build_ninja
+    compile_one = tvm_ffi.cpp.load_inline
 
-    def build_ninja(build_dir: str) -> None:
-        if not any(Path(build_dir).glob("*.so")):
-            build(build_dir)
+    def load_inline(name: str, **given: Any) -> Any:
+        if SLOW in name:
+            raise WouldCompileError(
+                f"{name} is not in TVM_FFI_CACHE_DIR and takes minutes: bring what "
+                "slice_modules.sh builds, as SLICE_MODULES"
+            )
+        begun = time.monotonic()
+        try:
+            return compile_one(name, **given)
+        finally:
+            compiled[name] = round(time.monotonic() - begun, 1)
 
-    extension.build_ninja = build_ninja
+    tvm_ffi.cpp.load_inline = load_inline
 
 
 def weigh_graphs(found: list[dict[str, Any]]) -> None:
@@ -275,7 +285,8 @@ class SliceEngine(harness.EngineHarness):
         self.graphs: list[dict[str, Any]] = []
         shape_steps((9, 17), self.not_captured)
         weigh_graphs(self.graphs)
-        take_built_modules()
+        self.compiled: dict[str, float] = {}
+        note_modules(self.compiled)
         after_loading(self.noise, scale, noisy)
         cuda = {
             "attention_backend": "overstory",

@@ -52,6 +52,12 @@ def few() -> list[Cell]:
     return ours + [Cell(b, c, (9,), "triton") for b, c in both]
 
 
+def against_triton() -> list[Cell]:
+    """SGLang's Triton attention beside ours, in an engine of few layers; first the goal's point."""
+    both = [(b, c) for b in (1, 4) for c in (65536, 8192, 200_000, 1024)]
+    return [Cell(b, c, (9,), kind) for b, c in both for kind in ("overstory", "triton")]
+
+
 def again() -> list[Cell]:
     """The points of the goals and those around them: after a change of the attention."""
     lengths = (65536, 200_000, 8192, 1024)

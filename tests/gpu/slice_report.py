@@ -11,16 +11,20 @@ from typing import Any
 
 
 class Report:
-    """One file of results.
+    """One file of results, gone on with where an earlier run of the role has left one.
 
     Attributes:
-        content: what the file holds; ``errors`` by the name of what failed.
+        content: what the file holds; ``errors`` of this run by the name of what failed, ``runs``
+            with this one.
     """
 
     def __init__(self, role: str, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         self._file = out / f"{role}.json"
-        self.content: dict[str, Any] = {"role": role, "errors": {}}
+        before = json.loads(self._file.read_text()) if self._file.exists() else {}
+        before.pop("left_out", None)
+        runs = before.get("runs", 0) + 1
+        self.content: dict[str, Any] = before | {"role": role, "errors": {}, "runs": runs}
 
     def put(self, name: str, value: Any) -> None:
         """Keeps a result and writes the file."""

@@ -41,14 +41,17 @@ def points_of(folder: Path, role: str) -> list[Point]:
     """Points of a role of the session in the order in which they were timed, with their stages.
 
     ``traced`` says whether a profiler had been used in the process before the point was timed;
-    from then on every step takes longer, also without one.
+    from then on every step takes longer, also without one. A session that was gone on with has
+    several processes, the ``run`` of its points.
     """
     found = json.loads((folder / "slice.json").read_text())[role]
     points: list[Point] = found["points"]
     profiles = _profiles(folder / "roles", role)
-    traced = False
+    traced, run = False, None
     cell: tuple[Any, ...] | None = None
     for point in points:
+        if point.get("run") != run:
+            traced, run, cell = False, point.get("run"), None
         here = (point["profiled"], *(point[name] for name in WHERE[:3]))
         traced |= cell is not None and cell != here and cell[0]
         cell = here
@@ -59,9 +62,11 @@ def points_of(folder: Path, role: str) -> list[Point]:
 
 
 def _profiles(folder: Path, role: str) -> dict[tuple[Any, ...], dict[str, float]]:
-    """Median stages by point, from all of a role's files of launches."""
+    """Median stages by point, from all of a role's files of launches; of the last if several."""
     found = {}
-    for file in folder.glob(f"launches-{role}-*.json.gz"):
+    begin = f"launches-{role}-"
+    files = {int(f.name.removeprefix(begin).split("-")[0]): f for f in folder.glob(f"{begin}*.gz")}
+    for _, file in sorted(files.items()):
         name = file.name.removeprefix(f"launches-{role}-").removesuffix(".json.gz")
         _, backend, batch, context = name.split("-")
         rows, steps, kernels = read_launches(file)

@@ -40,15 +40,21 @@ from overstory.orchestrator.model_facts import (
 )
 
 RANKS = 8
+LEVERS = ("moe_marlin", "moe_triton", "moe_fused")
 EXPERTS, CHOSEN, LAYERS, MOE_LAYERS = 384, 8, 61, 60
 Point = Mapping[str, Any]
 
 
 def merged(points: Iterable[Point]) -> list[dict[str, Any]]:
-    """One point for each number of layers, backend, batch, context and rows: the last timed there,
-    as those are under equal conditions (see `slice_rows.points_of`), with its stages."""
-    found = {tuple(p[name] for name in ("layers", *WHERE)): dict(p) for p in points}
+    """One point for each lever, number of layers, backend, batch, context and rows: the last timed
+    there, as those are under equal conditions (see `slice_rows.points_of`), with its stages."""
+    found = {(_lever(p), *(p[name] for name in ("layers", *WHERE))): dict(p) for p in points}
     return [found[key] for key in sorted(found)]
+
+
+def _lever(point: Point) -> str:
+    """The role, where it runs the experts in a way to be compared; else empty."""
+    return str(point["role"]) if point["role"] in LEVERS else ""
 
 
 def serving_us(point: Point) -> float:
@@ -98,15 +104,65 @@ def of_few_layers(points: Iterable[Point]) -> list[str]:
     head += ("experts, us a layer", "dense, us a layer", "step of 61 layers (estimated)")
     lines = [_row([*head, "attention of it"]), "|" + "---|" * (len(head) + 1)]
     for point in points:
-        stages, layers, step = point["stages_us"], point["layers"], serving_us(point)
-        each = [stages["attention"] / layers, stages["moe"] / (layers - 1)]
-        each.append(stages["dense"] / layers)
-        scaled = [each[0] * LAYERS, each[1] * MOE_LAYERS, each[2] * LAYERS]
-        inside = sum(stages[name] for name in ("attention", "moe", "dense"))
-        whole = step - inside + sum(scaled)
-        cells = [*(point[name] for name in WHERE[1:]), layers, _ms(step)]
+        each, whole = a_layer_us(point), of_all_layers_us(point)
+        cells = [*(point[name] for name in WHERE[1:]), point["layers"], _ms(serving_us(point))]
         cells += [f"{us:.1f}" for us in each]
-        lines.append(_row([*cells, _ms(whole), f"{scaled[0] / whole:.0%}"]))
+        lines.append(_row([*cells, _ms(whole), f"{each[0] * LAYERS / whole:.0%}"]))
+    return lines
+
+
+def a_layer_us(point: Point) -> tuple[float, float, float]:
+    """Microseconds of a layer's attention, experts and the rest of it. The first layer of an engine
+    has no experts."""
+    stages, layers = point["stages_us"], point["layers"]
+    return (
+        stages["attention"] / layers,
+        stages["moe"] / (layers - 1),
+        stages["dense"] / layers,
+    )
+
+
+def of_all_layers_us(point: Point) -> float:
+    """What a step of few layers is estimated to take with all: see `of_few_layers`."""
+    attention, experts, dense = a_layer_us(point)
+    inside = sum(point["stages_us"][name] for name in ("attention", "moe", "dense"))
+    scaled = (attention + dense) * LAYERS + experts * MOE_LAYERS
+    return serving_us(point) - inside + scaled
+
+
+def triton_of_few_layers(points: Iterable[Point]) -> list[str]:
+    """A layer's attention and the step of 61 layers, with SGLang's Triton attention and with ours,
+    where both were timed with few layers."""
+    at = {tuple(p[name] for name in WHERE): p for p in points if p["stages_us"]}
+    head = ("batch", "context", "rows", "Triton, us a layer", "ours", "times")
+    head += ("step of 61 layers (estimated), Triton", "ours", "times")
+    lines = [_row(head), "|" + "---|" * len(head)]
+    for key in sorted(key for key in at if key[0] == "triton" and ("overstory", *key[1:]) in at):
+        theirs, ours = at[key], at["overstory", *key[1:]]
+        layer = a_layer_us(theirs)[0], a_layer_us(ours)[0]
+        step = of_all_layers_us(theirs), of_all_layers_us(ours)
+        cells = [f"{layer[0]:.1f}", f"{layer[1]:.1f}", f"{layer[0] / layer[1]:.0f}"]
+        cells += [_ms(step[0]), _ms(step[1]), f"{step[0] / step[1]:.0f}"]
+        lines.append(_row([*key[1:], *cells]))
+    return lines
+
+
+def levers(points: Iterable[Point]) -> list[str]:
+    """Ways to run the experts: a layer's experts and the rest of it (shared expert among them), and
+    a step of 4 layers. `moe_fused` has the shared expert among the experts."""
+    at = {(_lever(p), p["batch"], p["rows"]): p for p in points if _lever(p) and p["stages_us"]}
+    head = ["batch", "rows"]
+    head += [f"{n}: experts, dense, us a layer; step, ms" for n in LEVERS]
+    lines = [_row(head), "|" + "---|" * len(head)]
+    for batch, rows in sorted({key[1:] for key in at}):
+        cells = []
+        for point in (at.get((name, batch, rows)) for name in LEVERS):
+            if point is None:
+                cells.append("")
+                continue
+            _, experts_us, dense_us = a_layer_us(point)
+            cells.append(f"{experts_us:.1f}, {dense_us:.1f}; {_ms(serving_us(point))}")
+        lines.append(_row([batch, rows, *cells]))
     return lines
 
 
@@ -270,6 +326,11 @@ def whole(points: Iterable[Point]) -> list[Point]:
     return [p for p in points if p["layers"] == LAYERS]
 
 
+def _few(points: Iterable[Point]) -> list[Point]:
+    """Those of few layers, levers apart."""
+    return [p for p in points if p["layers"] != LAYERS and not _lever(p)]
+
+
 def _ours(points: Iterable[Point]) -> list[Point]:
     return [p for p in whole(points) if p["backend"] == "overstory"]
 
@@ -279,7 +340,9 @@ TABLES = {
     "stages_of_model": lambda points: stages_against_model(_ours(points)),
     "eight_h200": lambda points: eight_h200(_ours(points)),
     "steps": lambda points: steps(whole(points)),
-    "few": lambda points: of_few_layers(p for p in points if p["layers"] != LAYERS),
+    "few": lambda points: of_few_layers(p for p in _few(points) if p["backend"] == "overstory"),
+    "triton_few": lambda points: triton_of_few_layers(_few(points)),
+    "levers": levers,
     "bottlenecks": lambda points: bottlenecks(_ours(points)),
     "experts": lambda points: experts(_ours(points)),
     "triton": lambda points: against_triton(whole(points)),

@@ -235,7 +235,8 @@ def test_the_pages_tables_are_those_of_its_rows() -> None:
         text = page.read_text()
         assert fill(text, points) == text, f"run slice_tables.py ROWS.csv {page}"
     found = [re.findall("<!-- table (.*) -->", page.read_text()) for page in PAGES]
-    assert sorted(name for names in found for name in names) == sorted(TABLES)
+    measured = [name for name, make in TABLES.items() if len(make(points)) > 2]
+    assert sorted(name for names in found for name in names) == sorted(measured)
 
 
 def test_the_capacity_model_meets_every_measured_step() -> None:

@@ -1,0 +1,84 @@
+"""What the rank slice found beside timed points, as text for its page. Pure but for the file.
+
+slice_counted.py SESSION_FOLDER
+
+Experts counted against rows, and the long prompt, from the slice.json of `rank_slice_session.sh`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from overstory.orchestrator.experts import distinct_experts
+
+EXPERTS, CHOSEN = 384, 8
+
+
+def touched(counts: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Mean number of experts that a layer's rows chose, counted, beside what even routers would.
+
+    A column for each share of the rows' states that was common to all of them.
+    """
+    at = {(c["batch"], c["rows"], c["alike"]): c for c in counts}
+    shares = sorted({key[2] for key in at})
+    head = ["batch", "rows of each", "even routers"]
+    head += [f"counted, {share:.0%} alike (least to most of a layer)" for share in shares]
+    lines = [_row(head), "|" + "---|" * len(head)]
+    for batch, rows in sorted({key[:2] for key in at}):
+        cells = [f"{distinct_experts(EXPERTS, CHOSEN, batch * rows):.0f}"]
+        for found in (at.get((batch, rows, share)) for share in shares):
+            cells.append(
+                f"{found['mean']:.0f} ({found['least']} to {found['most']})" if found else ""
+            )
+        lines.append(_row([batch, rows, *cells]))
+    return lines
+
+
+def long_prompt(role: Mapping[str, Any]) -> list[str]:
+    """Seconds and memory of a long prompt's chunks and of the steps after it, as far as it came."""
+    lines = []
+    for what in ("chunks", "decode"):
+        found: Sequence[Mapping[str, float]] = role.get(what, [])
+        if not found:
+            continue
+        seconds = [f["seconds"] for f in found]
+        said = f"{what}: {len(found)}, {sum(seconds):.2f} s in all, each {min(seconds):.3f} to "
+        said += f"{max(seconds):.3f} s, median {statistics.median(seconds):.3f}"
+        if "allocated_gb" in found[0]:
+            held = [f["allocated_gb"] for f in found]
+            said += f"; allocated {held[0]:.2f} GB after the first, {held[-1]:.2f} after the last"
+            said += f", peak {found[-1]['peak_gb']:.2f}"
+        lines.append(said)
+    if done := role.get("long"):
+        lines.append(f"prompt of {done['tokens']} tokens: to its end")
+    if far := role.get("far_slots"):
+        near, last = far["highest_slot"]
+        lines.append(
+            f"one text from slots up to {near} and up to {last} "
+            f"(element {far['highest_element'][1]}): {'equal' if far['equal'] else 'NOT equal'}, "
+            f"log-probabilities apart by at most {far['logprobs_apart']:.4g}, "
+            f"{far['distinct_tokens']} distinct tokens"
+        )
+    return lines or ["nothing"]
+
+
+def _row(cells: Iterable[Any]) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def main() -> None:
+    roles = json.loads((Path(sys.argv[1]) / "slice.json").read_text())
+    for name, role in roles.items():
+        if counts := role.get("experts"):
+            print(f"## {name}: experts touched\n", *touched(counts), "", sep="\n")
+        if name == "long":
+            print(f"## {name}\n", *long_prompt(role), "", sep="\n")
+
+
+if __name__ == "__main__":
+    main()

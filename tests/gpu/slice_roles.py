@@ -1,0 +1,83 @@
+"""The roles of a rank slice session: an engine each, and what is measured with it. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slice_modules import SLOW
+from slice_points import Cell, again, against_triton, few, grid, levers
+from slice_resume import cells_left, counts_left
+
+
+@dataclass(frozen=True)
+class Role:
+    """An engine and what is measured with it.
+
+    Attributes:
+        layers: None: all.
+        kv_sets: see `slice_engine`.
+        fields: further server arguments.
+        cells: what is measured.
+        own_draft: the drafter's attention is ours; else SGLang's Triton.
+        counts: experts touched are counted, and steps of rows that are much alike timed.
+        early: small, so built before any is measured.
+    """
+
+    layers: int | None
+    kv_sets: int
+    fields: dict[str, Any]
+    cells: tuple[Cell, ...]
+    own_draft: bool = True
+    counts: bool = False
+    early: bool = False
+
+
+ROLES = {
+    "slice": Role(None, 4, {}, tuple(grid()), counts=True),
+    "slice_old_draft": Role(None, 4, {}, tuple(grid()), own_draft=False, counts=True),
+    "slice_triton": Role(
+        None, 4, {"moe_runner_backend": "triton"}, tuple(grid()), own_draft=False, counts=True
+    ),
+    "again": Role(None, 4, {}, tuple(again())),
+    "moe_triton": Role(4, 0, {"moe_runner_backend": "triton"}, tuple(levers()), early=True),
+    "moe_fused": Role(4, 0, {"enforce_shared_experts_fusion": True}, tuple(levers()), early=True),
+    "moe_marlin": Role(4, 0, {}, tuple(levers()), counts=True, early=True),
+    "few": Role(4, 0, {}, tuple(few()), early=True),
+    "triton": Role(4, 0, {}, tuple(against_triton()), early=True),
+    "long": Role(3, 0, {}, (), early=True),
+}
+ALIKE = (0.0, 0.5, 0.9)
+COUNTED = tuple((a, b, r) for a in ALIKE for b in (1, 4, 16) for r in (1, 9, 17, 33))
+"""Steps whose experts are counted: share of the rows that is alike, batch, rows of each."""
+SIMILAR = tuple((a, b, r) for a in ALIKE[1:] for b in (1, 4) for r in (9, 33))
+"""Steps of rows that are alike which are timed."""
+
+
+def needed_s(cell: Cell, layers: int) -> float:
+    """Seconds that a cell may need: Triton's steps take seconds with all 61 layers."""
+    return 3 + (cell.backend == "triton") * (2 + cell.batch * cell.context / 12_000 * layers / 61)
+
+
+def is_complete(role: Role, content: Mapping[str, Any], cells: Sequence[Cell]) -> bool:
+    """Whether an earlier run has measured all of a role, as ``content`` has it."""
+    if not role.cells:
+        return {"far_slots", "long"} <= content.keys()
+    counted = not role.counts or not counts_left(COUNTED, content.get("experts", []))
+    similar = role.layers is not None or not counts_left(SIMILAR, content.get("alike", []))
+    counted = counted and (not role.counts or similar)
+    return counted and not cells_left(cells, content.get("points", []))
+
+
+def not_built(out: Path, role: Role) -> str | None:
+    """Why a role cannot run: the module of its experts would take minutes to compile. What
+    `slice_modules.py check` found lies beside ``out``, or nothing where it was not asked."""
+    file = out.parent / "modules.json"
+    if role.fields.get("moe_runner_backend") == "triton" or not file.exists():
+        return None
+    missing = json.loads(file.read_text())["missing"]
+    slow = [f"{name}: {why}" for name, why in missing.items() if SLOW in name]
+    return f"all: SGLang would compile for minutes: {slow[0]}" if slow else None

@@ -1,0 +1,209 @@
+"""The pure parts of a rank slice session: what is left of one that was cut, its further tables."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "gpu"))
+
+from slice_bench import keep_launches
+from slice_config import published
+from slice_counted import long_prompt, touched
+from slice_modules import SLOW, modules
+from slice_points import Cell, against_triton
+from slice_report import Report
+from slice_resume import cells_left, counts_left, rows_left, stages_left
+from slice_roles import COUNTED, ROLES, is_complete, needed_s, not_built
+from slice_rows import points_of, read, write
+from slice_stages import STAGES, Kernel
+from slice_tables import TABLES, levers, merged, triton_of_few_layers
+
+CELL = Cell(4, 1024, (1, 9), "overstory")
+STAGES_US = dict.fromkeys((*STAGES, "pauses", "span"), 10.0)
+
+
+def point(cell: Cell, rows: int, **more: Any) -> dict[str, Any]:
+    return cell._asdict() | {"rows": rows, "stages_us": STAGES_US, "run": 1} | more
+
+
+# ----------------------------------------------------------------------------------- gone on with
+
+
+def test_rows_that_are_there_are_not_measured_again() -> None:
+    assert rows_left(CELL, []) == (1, 9)
+    assert rows_left(CELL, [point(CELL, 1)]) == (9,)
+    assert rows_left(CELL, [point(CELL._replace(context=8192), 1)]) == (1, 9)
+    before_any_profile = CELL._replace(profiled=False)
+    assert rows_left(CELL, [point(before_any_profile, 1)]) == (1, 9)
+    assert rows_left(before_any_profile, [point(before_any_profile, 1)]) == (9,)
+
+
+def test_a_cell_is_left_until_each_of_its_points_has_stages() -> None:
+    both = [point(CELL, 1), point(CELL, 9)]
+    assert cells_left([CELL], both) == []
+    both[1].pop("stages_us")
+    assert stages_left(CELL, both)
+    assert cells_left([CELL], both) == [CELL]
+    plain = CELL._replace(profiled=False)
+    assert not cells_left([plain], [point(plain, rows, stages_us=None) for rows in (1, 9)])
+
+
+def test_counts_that_are_there_are_not_counted_again() -> None:
+    found = [{"alike": a, "batch": b, "rows": r, "mean": 1.0} for a, b, r in COUNTED[:5]]
+    assert counts_left(COUNTED, found) == list(COUNTED[5:])
+
+
+def test_a_role_is_complete_when_nothing_of_it_is_left() -> None:
+    role = ROLES["moe_marlin"]
+    content: dict[str, Any] = {"points": [point(c, r) for c in role.cells for r in c.rows]}
+    assert not is_complete(role, content, role.cells), "its experts are to be counted"
+    content["experts"] = [{"alike": a, "batch": b, "rows": r} for a, b, r in COUNTED]
+    assert is_complete(role, content, role.cells)
+    content["points"].pop()
+    assert not is_complete(role, content, role.cells)
+    assert not is_complete(ROLES["long"], {"long": {}}, ())
+    assert is_complete(ROLES["long"], {"long": {}, "far_slots": {}}, ())
+
+
+def test_a_report_goes_on_with_what_is_there(tmp_path: Path) -> None:
+    first = Report("few", tmp_path)
+    first.put("points", [{"rows": 1}])
+    first.put("left_out", ["all"])
+    first.attempt("broken", lambda: 1 / 0)
+    again = Report("few", tmp_path)
+    assert again.content["points"] == [{"rows": 1}]
+    assert (again.content["runs"], again.content["errors"]) == (2, {})
+    assert "left_out" not in again.content
+    again.put("more", 1)
+    assert json.loads((tmp_path / "few.json").read_text())["points"] == [{"rows": 1}]
+
+
+def test_a_point_of_another_run_is_untraced_again(tmp_path: Path) -> None:
+    (tmp_path / "roles").mkdir()
+    cells = (CELL, CELL._replace(context=8192), CELL._replace(context=65536))
+    times = {"policy": "tree-8", "steps": 2, "step_us": 1.0, "least_us": 1, "most_us": 1}
+    points = [point(c, 9, **times) | {"run": n // 2 + 1} for n, c in enumerate(cells)]
+    (tmp_path / "slice.json").write_text(json.dumps({"few": {"points": points, "layers": 4}}))
+    assert [p["traced"] for p in points_of(tmp_path, "few")] == [0, 1, 0]
+
+
+def test_the_last_profile_of_a_point_counts(tmp_path: Path) -> None:
+    (tmp_path / "roles").mkdir()
+    for number, us in ((2, 40.0), (10, 70.0)):
+        kernels = [
+            Kernel(name, at, at + us)
+            for name, at in (("rmsnorm", 0.0), ("overstory::mla", 100.0), ("tree_accept", 200.0))
+        ]
+        file = tmp_path / "roles" / f"launches-few-{number}-overstory-4-1024.json.gz"
+        keep_launches(file, kernels, [9], 1)
+    times = {"policy": "tree-8", "steps": 2, "step_us": 1.0, "least_us": 1, "most_us": 1}
+    document = {"few": {"points": [point(CELL, 9, **times)], "layers": 4}}
+    (tmp_path / "slice.json").write_text(json.dumps(document))
+    (found,) = points_of(tmp_path, "few")
+    assert found["stages_us"]["attention"] == 70.0
+
+
+# -------------------------------------------------------------------------------------- modules
+
+
+def test_a_role_does_not_wait_for_minutes_of_compiling(tmp_path: Path) -> None:
+    out = tmp_path / "roles"
+    assert not_built(out, ROLES["moe_marlin"]) is None, "not asked"
+    name = f"sgl_kernel_jit_{SLOW}_bf16"
+    for missing, left_out in (({}, False), ({"qknorm": "no"}, False), ({name: "no"}, True)):
+        (tmp_path / "modules.json").write_text(json.dumps({"missing": missing}))
+        for role in ("moe_marlin", "moe_fused", "long", "again"):
+            why = not_built(out, ROLES[role])
+            assert (why is not None) == left_out
+            assert why is None or name in why
+        assert not_built(out, ROLES["moe_triton"]) is None, "its experts are Triton's"
+
+
+def test_modules_are_those_of_the_shapes() -> None:
+    wanted = {(m.where, m.arguments) for m in modules("bf16")}
+    assert ("gemm.dsv3_fused_a_gemm", (7168, 1536 + 512 + 64, True)) in wanted
+    assert ("kvcache.kvcache", (256, 256)) in wanted, "one head of 128 in bfloat16"
+    assert ("moe.moe_wna16_marlin", ("bf16", False, False)) in wanted
+    experts = published("kimi-k2.6")["n_routed_experts"]
+    assert ("gemm.dsv3_router_gemm", (experts, 7168, True, True)) in wanted
+    assert len(wanted) == 12
+
+
+# --------------------------------------------------------------------------------------- tables
+
+
+def few(backend: str, role: str, attention: float, moe: float) -> dict[str, Any]:
+    stages = STAGES_US | {"attention": attention, "moe": moe, "dense": 40.0}
+    cell = Cell(1, 65536, (9,), backend)
+    own = {"role": role, "layers": 4, "step_us": 900.0, "in_a_row_us": 800.0}
+    return point(cell, 9, stages_us=stages, **own)
+
+
+def test_triton_and_ours_with_few_layers_scale_to_all() -> None:
+    ours, theirs = few("overstory", "triton", 280.0, 270.0), few("triton", "triton", 48000.0, 270.0)
+    theirs |= {"step_us": 48_520.0, "in_a_row_us": None}
+    line = triton_of_few_layers([ours, theirs])[2]
+    step = 800 - (280 + 270 + 40) + 61 * (70 + 10) + 60 * 90
+    slow = 48_520 - (48_000 + 270 + 40) + 61 * (12_000 + 10) + 60 * 90
+    wanted = ["12000.0", "70.0", "171", f"{slow / 1000:.2f}", f"{step / 1000:.2f}"]
+    assert [c.strip() for c in line.strip("|").split("|")][3:] == [*wanted, f"{slow / step:.0f}"]
+    assert len(triton_of_few_layers([theirs])) == 2, "nothing to compare with"
+
+
+def test_levers_are_told_apart() -> None:
+    roles = (("moe_marlin", 270.0), ("moe_triton", 540.0), ("few", 300.0))
+    points = merged([few("overstory", role, 280.0, moe) for role, moe in roles])
+    assert len(points) == 3
+    (line,) = levers(points)[2:]
+    assert "| 90.0, 10.0; 0.80 | 180.0, 10.0; 0.80 |  |" in line
+    assert len(TABLES["few"](points)) == 3, "levers are no points of the others' table"
+
+
+def test_rows_of_levers_come_back_from_their_file(tmp_path: Path) -> None:
+    made = few("overstory", "moe_fused", 280.0, 270.0) | {"policy": "tree-8", "traced": 0}
+    made |= {"steps": 2, "least_us": 1, "most_us": 1}
+    out = io.StringIO()
+    write([made], dict.fromkeys(("gpu", "versions", "commit"), ""), out)
+    file = tmp_path / "rows.csv"
+    file.write_text(out.getvalue())
+    assert merged(read(file))[0]["role"] == "moe_fused"
+
+
+def test_counted_experts_beside_even_routers() -> None:
+    counts = [
+        {"batch": 1, "rows": 9, "alike": a, "mean": 60.2, "least": 55, "most": 66} for a in (0, 0.5)
+    ]
+    head, _, line = touched(counts[:1] + counts[1:])
+    assert "0% alike" in head
+    assert "50% alike" in head
+    assert line == "| 1 | 9 | 66 | 60 (55 to 66) | 60 (55 to 66) |"
+
+
+def test_a_long_prompt_is_told_as_far_as_it_came() -> None:
+    chunk = {"seconds": 0.5, "allocated_gb": 60.0, "peak_gb": 61.0}
+    role: dict[str, Any] = {"chunks": [chunk, chunk | {"seconds": 1.5, "allocated_gb": 60.25}]}
+    (line,) = long_prompt(role)
+    assert "chunks: 2, 2.00 s in all, each 0.500 to 1.500 s" in line
+    assert "60.00 GB after the first, 60.25 after the last, peak 61.00" in line
+    role["long"] = {"tokens": 200_000}
+    assert long_prompt(role)[-1] == "prompt of 200000 tokens: to its end"
+    assert long_prompt({}) == ["nothing"]
+
+
+def test_the_goal_s_point_is_the_first_of_triton_s() -> None:
+    cells = against_triton()
+    assert [(c.batch, c.context, c.backend) for c in cells[:2]] == [
+        (1, 65536, "overstory"),
+        (1, 65536, "triton"),
+    ]
+    assert {(c.batch, c.context) for c in cells if c.backend == "triton"} == {
+        (b, c) for b in (1, 4) for c in (1024, 8192, 65536, 200_000)
+    }
+    assert needed_s(Cell(4, 200_000, (9,), "triton"), 4) < 10
+    assert needed_s(Cell(1, 65536, (9,), "triton"), 61) == pytest.approx(5 + 65536 / 12_000)
