@@ -31,6 +31,8 @@ PIECE_BYTES = 1 << 16
 TRANSPORT = os.environ.get("HANDOFF_TEST_TRANSPORT", "")
 """`tcp`: also between GPUs; NCCL does not take two ranks on one."""
 START_S = 300.0
+IDLE_S = 300.0
+"""Longer than engines here compute between two orders."""
 ANSWER_S = 120.0
 EPOCH = 1
 
@@ -71,11 +73,11 @@ def open_peer(
 ) -> None:
     ticket = None if tickets is None else tickets[scheduler.ps.tp_rank]
     if scheduler.device == "cpu":
-        _PEERS.open(name, "tcp", ticket, 20.0, transfer_s, PIECE_BYTES)
+        _PEERS.open(name, "tcp", ticket, 20.0, transfer_s, PIECE_BYTES, IDLE_S)
     elif TRANSPORT == "tcp":
-        _PEERS.open(name, "tcp", ticket, 20.0, transfer_s, 64 << 20)
+        _PEERS.open(name, "tcp", ticket, 20.0, transfer_s, 64 << 20, IDLE_S)
     else:
-        _PEERS.open(name, "nccl", ticket, 20.0, transfer_s, 512 << 20)
+        _PEERS.open(name, "nccl", ticket, 20.0, transfer_s, 512 << 20, IDLE_S)
 
 
 def close_peer(scheduler: Any, name: str) -> None:

@@ -3,8 +3,9 @@
     two_gpu_comm.py OUT SECONDS          all
     two_gpu_comm.py kv OUT SECONDS       rates alone
 
-Needs torch and CuPy, neither SGLang nor Ray. Writes OUT/comm.json after each part and says on
-stdout what it found. Two processes a part, each with one GPU.
+Needs torch and CuPy, neither SGLang nor Ray. Writes OUT/comm.json after each part, and each rank
+OUT/comm_rank_N.json after each rate; says on stdout what it found. Two processes a part, each with
+one GPU. TWO_GPU_TOY=1 rehearses the rates on a CPU, over TCP.
 """
 
 from __future__ import annotations
@@ -23,9 +24,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-GIB = 1 << 30
+TOY = os.environ.get("TWO_GPU_TOY") == "1"
+KIND: Any = "tcp" if TOY else "nccl"
+PLACE = "cpu" if TOY else "cuda"
+MIB = 1 << (12 if TOY else 20)
+GIB = 1024 * MIB
 LAYERS, ROW = 61, 576
 """KV of Kimi-K2 and its kin: a row of 576 bf16 in each of 61 layers, 70 KB a token."""
+FOLDER = "OVERSTORY_COMM_OUT"
 
 _SPAWN = multiprocessing.get_context("spawn")
 Act = Callable[..., Any]
@@ -34,15 +40,26 @@ Act = Callable[..., Any]
 def device_of(index: int) -> Any:
     import torch
 
+    if TOY:
+        torch.set_num_threads(1)
+        return torch.device("cpu")
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
 
 
+def settle() -> None:
+    """Until the device has done all."""
+    import torch
+
+    if not TOY:
+        torch.cuda.synchronize()
+
+
 def joined(seat: tuple[str, int], way: Any, index: int, **limits: float) -> Any:
     from overstory.workers.collectives import Seat, connect
 
-    return connect("nccl", Seat(seat[0], seat[1], 2), way, device_of(index), **limits)
+    return connect(KIND, Seat(seat[0], seat[1], 2), way, device_of(index), **limits)
 
 
 # ------------------------------------------------------------------ parts, run on each rank
@@ -79,7 +96,7 @@ def plain_copy(comm: Any) -> dict[str, float]:
     piece = torch.empty(GIB, dtype=torch.uint8, device=comm.device)
     rates = []
     for _ in range(6):
-        torch.cuda.synchronize()
+        settle()
         begun = time.perf_counter()
         for _ in range(8):
             (comm.send if comm.rank == 0 else comm.receive)(piece, 1 - comm.rank)
@@ -95,16 +112,15 @@ def carry(
     sizes: tuple[int, ...] = (256, 512),
 ) -> dict[str, Any]:
     """GB/s through a conveyor, by the size of its pieces."""
-    import torch
 
     from overstory.workers.handoff.pieces import Conveyor
 
     rates, alone = {}, {}
     for mib in sizes:
-        conveyor = Conveyor(comm, mib << 20)
+        conveyor = Conveyor(comm, mib * MIB)
         seen = []
         for _ in range(4):
-            torch.cuda.synchronize()
+            settle()
             if comm.rank == 0:
                 done = conveyor.send(send(conveyor.piece_bytes), 1)
             else:
@@ -120,15 +136,15 @@ def filling(conveyor: Any, pieces: Any) -> dict[str, float]:
     """GB/s of gathering and checksums alone, with nothing sent; and of the host's part of it."""
     import torch
 
-    staging = torch.empty(conveyor.piece_bytes + 16, dtype=torch.uint8, device="cuda")
-    torch.cuda.synchronize()
+    staging = torch.empty(conveyor.piece_bytes + 16, dtype=torch.uint8, device=PLACE)
+    settle()
     begun, total = time.perf_counter(), 0
     for piece in pieces:
         piece.move(staging[: piece.size])
         conveyor._seal(staging, piece.size)
         total += piece.size
     launched = time.perf_counter()
-    torch.cuda.synchronize()
+    settle()
     return {
         "gb_s": total / (time.perf_counter() - begun) / 1e9,
         "host_gb_s": total / (launched - begun) / 1e9,
@@ -142,7 +158,7 @@ def kv_rows(comm: Any) -> dict[str, Any]:
     from overstory.kernels import ops
     from overstory.workers.handoff.rows import RowTable
 
-    slots, count = 130_000, 100_000
+    slots, count = (1300, 1000) if TOY else (130_000, 100_000)
     draw = torch.Generator(device=comm.device).manual_seed(5)
     buffers = [
         torch.zeros(slots, 1, ROW, dtype=torch.bfloat16, device=comm.device) for _ in range(LAYERS)
@@ -184,7 +200,7 @@ def weights(comm: Any) -> dict[str, Any]:
         def __init__(self) -> None:
             super().__init__()
             self.experts = torch.nn.Parameter(
-                torch.empty(384 << 20, dtype=torch.uint8, device=comm.device), requires_grad=False
+                torch.empty(384 * MIB, dtype=torch.uint8, device=comm.device), requires_grad=False
             )
             self.small = torch.nn.ParameterList(
                 torch.nn.Parameter(torch.empty(7168 + n, device=comm.device)) for n in range(20)
@@ -273,12 +289,13 @@ def stop(comm: Any) -> dict[str, Any]:
 def healthy(comm: Any) -> dict[str, Any]:
     """All that needs no fault, over one communicator; what fails ends it."""
     results: dict[str, Any] = {}
-    for act in (exchange, plain_copy, small_words, kv_rows, weights):
+    for act in (exchange, plain_copy, small_words, weights, kv_rows):
         begun = time.perf_counter()
         try:
             results[act.__name__] = act(comm)
         except BaseException:
             results[act.__name__] = {"failed": traceback.format_exc()[-3000:]}
+        (Path(os.environ[FOLDER]) / f"comm_rank_{comm.rank}.json").write_text(json.dumps(results))
         said = json.dumps(results[act.__name__])[:700]
         print(
             f"{act.__name__} of {comm.rank} ({time.perf_counter() - begun:.1f} s): {said}",
@@ -460,10 +477,13 @@ def main() -> None:
 
     writing = threading.Lock()
 
+    os.environ[FOLDER] = str(out)
+
     def attempt(name: str, act: Act) -> None:
         left, begun = deadline - time.monotonic(), time.monotonic()
         try:
-            result = act(min(left, 40.0)) if left > 5 else "no time left"
+            limit_s = left - 8 if only else min(left, 40.0)
+            result = act(limit_s) if left > 5 else "no time left"
         except BaseException:
             result = {"failed": traceback.format_exc()[-3000:]}
         with writing:
@@ -474,7 +494,7 @@ def main() -> None:
 
     if not only:
         attempt("surroundings", lambda left: in_a_process(surroundings, left))
-    attempt("healthy", lambda left: run_pair("healthy", left))
+    attempt("healthy", lambda left: so_far(run_pair("healthy", left), out))
     if only:
         sys.exit(0 if summarized("healthy", results["healthy"]) else 1)
     # By itself: it looks at the GPU's free memory.
@@ -493,6 +513,17 @@ def main() -> None:
         list(pool.map(attempt, side_by_side, side_by_side.values()))
     right = [summarized(name, results.get(name)) for name in results]
     sys.exit(0 if all(right) else 1)
+
+
+def so_far(answers: list[Any], out: Path) -> list[Any]:
+    """Of ranks that did not come to their end what they have written until then."""
+    files = [out / f"comm_rank_{rank}.json" for rank in (0, 1)]
+    return [
+        answer
+        if isinstance(answer, dict) or not file.exists()
+        else json.loads(file.read_text()) | {"unfinished": answer}
+        for answer, file in zip([*answers, *[None] * (2 - len(answers))], files, strict=True)
+    ]
 
 
 def summarized(name: str, result: Any) -> bool:
@@ -573,19 +604,27 @@ def healthy_lines(result: Any) -> list[str]:
     assert all(sender["exchange"][k] and taker["exchange"][k] for k in ("other", "shared", "parts"))
     plain = taker["plain_copy"]["gb_s"]
     best = taker["plain_copy"]["best_gb_s"]
-    lines = [
-        f"plain NCCL copy: {plain:.1f} GB/s, best {best:.1f}",
-        f"all_gather of 16 bytes: {taker['small_words']['all_gather_us']:.0f} us",
-    ]
-    parts = [("kv_rows", name) for name, done in taker["kv_rows"].items() if isinstance(done, dict)]
-    for part, name in (*parts, ("weights", "")):
-        sent, came = (rank[part][name] if name else rank[part] for rank in (sender, taker))
-        assert sent["digest"] == came["digest"], f"{part} {name}: what came is not what was sent"
-        lines += [
-            f"{part} {name} by {size}: {rate:.1f} GB/s, {rate / plain:.2f} of plain"
-            for size, rate in came["gb_s"].items()
-        ]
-        lines.append(f"{part} {name} filling alone: {sent['filling_gb_s']}")
+    lines = [f"plain NCCL copy: {plain:.1f} GB/s, best {best:.1f}"]
+    if "small_words" in taker:
+        lines.append(f"all_gather of 16 bytes: {taker['small_words']['all_gather_us']:.0f} us")
+    both = [part for part in ("kv_rows", "weights") if part in sender and part in taker]
+    for part in both:
+        rows = taker[part].items() if part == "kv_rows" else [("", taker[part])]
+        for name, came in rows:
+            if not isinstance(came, dict):
+                continue
+            sent = sender[part][name] if name else sender[part]
+            assert sent["digest"] == came["digest"], (
+                f"{part} {name}: what came is not what was sent"
+            )
+            lines += [
+                f"{part} {name} by {size}: {rate:.1f} GB/s, {rate / plain:.2f} of plain"
+                for size, rate in came["gb_s"].items()
+            ]
+            lines.append(f"{part} {name} filling alone: {sent['filling_gb_s']}")
+    unfinished = {rank: r["unfinished"] for rank, r in enumerate(result) if "unfinished" in r}
+    if unfinished or len(both) < 2:
+        lines.append(f"NOT DONE: {unfinished or 'some parts'}; {last_words(result)}")
     return lines
 
 

@@ -34,6 +34,7 @@ from engine_cuda import CudaEngine  # noqa: E402
 from tp2_harness import Tp2Harness  # noqa: E402
 
 from overstory.workers.environment import prepare_process  # noqa: E402
+from overstory.workers.handoff import peers  # noqa: E402
 from overstory.workers.handoff.pieces import PIECE_BYTES  # noqa: E402
 
 TOY = os.environ.get("TWO_GPU_TOY") == "1"
@@ -45,6 +46,7 @@ CONTEXT = 256 if TOY else 2048
 POLICIES = ("plain", "chain", "tree-15", "tree-31")
 STEPS = 60 if TOY else 10_000
 START_S = 150.0
+peers.OFFER_S = START_S  # the ticket goes to the other process before either engine starts
 ONE_GPU = os.environ.get("HANDOFF_TEST_TRANSPORT") == "tcp"
 KIND: Any = "tcp" if TOY or ONE_GPU else "nccl"
 NEAR = 0.13
@@ -224,7 +226,7 @@ class TakingEngine(GivingEngine):
         while not Path(up).exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         try:
-            _PEERS.open("weights", KIND, ticket, 30.0, 30.0, PIECE_BYTES[KIND])
+            _PEERS.open("weights", KIND, ticket, 30.0, 30.0, PIECE_BYTES[KIND], START_S)
             SHELF.source = _PEERS.taker("weights")
         except Exception as error:
             SHELF.reason = f"did not meet: {error}"
@@ -287,7 +289,7 @@ def _give_weights(report: Callable[[str, Any], None]) -> None:
             import torch
 
             torch.cuda.set_device(0)
-        _PEERS.open("weights", KIND, None, START_S, 30.0, PIECE_BYTES[KIND])
+        _PEERS.open("weights", KIND, None, START_S, 30.0, PIECE_BYTES[KIND], START_S)
     except Exception:
         report("weights_failed", traceback.format_exc()[-3000:])
 

@@ -4,6 +4,7 @@
 #
 #   tests/gpu/two_gpu_session.sh OUT SECONDS [PART...]
 #
+# TWO_GPU_TOY=1 rehearses every part on a CPU.
 # Parts: comm, which runs by itself; comm.kv (its rates alone), engines.ROLE, deployed.CASE and
 # kimi.hand_off (two_gpu_engines.py, two_gpu_deployed.py, two_gpu_kimi.py), which then run side by side,
 # each with what is left of the time. Needs python3 with torch and CuPy; for engines SGLang and nvcc,
@@ -22,7 +23,9 @@ mkdir -p "$out"
 out=$(cd "$out" && pwd)
 python=${PYTHON:-python3}
 use_checkout "$root" kernels workers orchestrator clusters
-export OVERSTORY_KERNELS=${OVERSTORY_KERNELS:-cuda} PYTHONPATH=$work/plugin:$PYTHONPATH
+kernels=cuda
+[ "${TWO_GPU_TOY:-0}" != 1 ] || kernels=auto
+export OVERSTORY_KERNELS=${OVERSTORY_KERNELS:-$kernels} PYTHONPATH=$work/plugin:$PYTHONPATH
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 # Ray ends processes where memory runs short by what a machine shows, which some raise as it is used.
 export RAY_memory_monitor_refresh_ms=0
@@ -39,7 +42,7 @@ say() { echo "[$SECONDS s] $*" | tee -a "$out/summary.txt"; }
 run() { # part
   local part=$1 left=$((seconds - SECONDS - 4)) name=${1#*.} words
   case $part in
-    comm*) [ $left -le "${COMM_S:-75}" ] || left=${COMM_S:-75} ;;
+    comm) [ $left -le "${COMM_S:-75}" ] || left=${COMM_S:-75} ;;
   esac
   [ $left -gt 10 ] || { say "$part: no time left" && return; }
   words=("$name" "$out")
