@@ -299,6 +299,40 @@ def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) 
     play(story)
 
 
+def test_a_body_in_crumbs_is_given_up_as_well() -> None:
+    async def story() -> None:
+        crumbs = 0
+        said: list[Any] = []
+
+        async def receive() -> Any:
+            nonlocal crumbs
+            crumbs += 1
+            await asyncio.sleep(0.001)
+            return {"type": "http.request", "body": b"a", "more_body": True}
+
+        async def send(message: Any) -> None:
+            said.append(message)
+
+        guard = BodyGuard(Routes(), max_bytes=2000, timeout_s=0.05)
+        await guard({"type": "http", "method": "POST", "headers": []}, receive, send)
+        assert said[0]["status"] == 408
+        assert crumbs > 2
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+
+
+def test_a_body_that_is_announced_too_large_is_not_waited_for() -> None:
+    async def story(routes: Routes, _: HttpServer, port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2001\r\n"
+        writer.write(head + b"Expect: 100-continue\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+        assert not routes.began.is_set()
+        writer.close()
+
+    play(story)
+
+
 @pytest.mark.parametrize("offer", ["h2c", "websocket"])
 def test_an_offer_to_upgrade_is_declined_and_the_request_served(offer: str) -> None:
     """As Java's client sends it, with a body; two of them, in any pieces."""
