@@ -1,261 +1,27 @@
-"""The live view and the report of a running deployment, from a picture of one."""
+"""The report of a running deployment, from a picture of one."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
+from status_picture import LOAD, STEPS, picture, rank
 from typer.testing import CliRunner
 
 from overstory.orchestrator.cli import app
 from overstory.orchestrator.report import (
+    Figure,
+    Report,
     ReportError,
+    Section,
     make_report,
     read_benchmarks,
     render_report,
 )
 from overstory.orchestrator.report_model import MEANS
 from overstory.orchestrator.spec import load_spec
-from overstory.orchestrator.status_live import (
-    bar,
-    draw_tree,
-    faults,
-    fitted_view,
-    live_view,
-    pool_map,
-)
-from overstory.orchestrator.step_figures import current_figures, policy_figures
 
 ROOT = Path(__file__).parents[2]
-STEPS: dict[str, Any] = {
-    "verify": {
-        "tree-15": {
-            "forwards": 100,
-            "requests": 200,
-            "rows": 3200,
-            "tokens": 700,
-            "offered_by_depth": [200, 180, 100],
-            "accepted_by_depth": [160, 90, 8],
-            "stage_ns": {"verify": 8_000_000_000, "draft": 1_000_000_000, "accept": 1_000_000_000},
-        },
-        "plain": {
-            "forwards": 3,
-            "requests": 3,
-            "rows": 3,
-            "tokens": 3,
-            "offered_by_depth": [],
-            "accepted_by_depth": [],
-            "stage_ns": {},
-        },
-    },
-    "prefill": {"forwards": 2, "requests": 2, "tokens": 4000, "ns": 2_000_000_000},
-}
-LOAD = {"running": 2, "waiting": 1, "free_slots": 250, "cached_slots": 250, "max_slots": 1000}
-SEEN = {
-    "requests": 2,
-    "rows": 500,
-    "runs": 20,
-    "worst_runs": 12,
-    "contiguous_share": 0.96,
-    "cached_breaks": 1,
-    "free": 250,
-    "free_runs": 9,
-    "largest_free_run": 120,
-    "age_s": 4.0,
-}
-
-
-def rank(number: int, **changes: Any) -> dict[str, Any]:
-    return {
-        "rank": number,
-        "pid": 100 + number,
-        "health": "working",
-        "health_reason": "",
-        "forwards": 103,
-        "policy": "tree-15",
-        "load": LOAD,
-        "steps": STEPS,
-        "steps_per_s": 9.5,
-        "tokens_per_s": 61.5,
-        "tokens_per_forward": 3.5,
-        **changes,
-    }
-
-
-def picture(**changes: Any) -> dict[str, Any]:
-    slot = {"name": "r1", "state": "HEALTHY", "reason": "", "failed_lives": 0}
-    replica = {"name": "r1", "phase": "leased", "reason": "", "digests_equal_up_to": 101}
-    return {
-        "name": "kimi",
-        "endpoint": "http://h:8000",
-        "model": "kimi-k2.6",
-        "ready": True,
-        "reason": "",
-        "serve": {"status": "RUNNING", "message": "", "replicas": {"Replica": {"RUNNING": 1}}},
-        "gateway": {"running": 2, "queued": 3, "max_concurrent": 32},
-        "controller": {
-            "policy": "tree-15",
-            "lease_steps": 64,
-            "uptime_s": 90.0,
-            "health": [slot],
-            "replicas": [{**replica, "fragmentation": SEEN, "ranks": [rank(0), rank(1)]}],
-        },
-        **changes,
-    }
-
-
-def screen(shown: dict[str, Any]) -> str:
-    console = Console(width=110, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(live_view(shown))
-    return console.export_text()
-
-
-# ---------------------------------------------------------------------------------- figures
-
-
-def test_figures_of_a_policy() -> None:
-    first, second = policy_figures(STEPS)
-    assert (first.policy, second.policy) == ("tree-15", "plain")
-    assert first.tokens_per_forward == 3.5
-    assert first.rows_per_forward == 32
-    assert first.accepted == (0.8, 0.45, 0.04)
-    assert first.stage_ms["verify"] == 80.0
-    assert first.slowest == "verify"
-    assert second.slowest is None
-
-
-def test_where_a_rule_chooses_the_most_used_policy_is_shown() -> None:
-    shown = current_figures(STEPS, "auto")
-    assert shown is not None
-    assert shown.policy == "tree-15"
-    assert current_figures(STEPS, "plain") == policy_figures(STEPS)[1]
-    assert current_figures(None, "plain") is None
-
-
-# ---------------------------------------------------------------------------------- live view
-
-
-def test_bars() -> None:
-    assert bar(0.5, width=4) == "██··"
-    assert bar(0.25, 0.75, width=4) == "█▒▒·"
-    assert bar(2.0, width=4) == "████"
-    assert bar(0.0, width=4) == "····"
-
-
-def test_pool_map_has_requests_cache_and_free() -> None:
-    assert (pool_map(LOAD).count("█"), pool_map(LOAD).count("▒")) == (30, 15)
-    assert set(pool_map({})) == {"█"}
-
-
-def test_tree_by_depth() -> None:
-    assert draw_tree(policy_figures(STEPS)[0]) == "■──●──○──·"
-
-
-def test_everything_is_on_the_screen() -> None:
-    text = screen(picture())
-    for part in (
-        "kimi  kimi-k2.6 at http://h:8000  ready",
-        "gateway: 2 of 32 sequences running, 3 requests queued",
-        "controller: policy tree-15, leases of 64 steps",
-        "replica r1: leased",
-        "queue  2 running, 1 waiting",
-        "80%",
-        "■──●──○──·",
-        "requests 500",
-        "free 250  of 1000 slots",
-        "4 s ago: 2 requests, 500 rows in 20 runs",
-        "digests of all ranks equal up to forward 101",
-    ):
-        assert part in text, part
-    assert text.count("61.5") == 2
-    assert "last faults" not in text
-
-
-def test_what_the_automatic_policy_chose_is_shown() -> None:
-    auto = {"choice": "tree-15", "why": "best", "greedy": {"seen": 3, "tokens": {"tree-15": 3.4}}}
-    chosen = picture()
-    ranks = [rank(0, policy="auto<=15", auto=auto)]
-    chosen["controller"]["replicas"][0]["ranks"] = ranks
-    assert "chosen: tree-15 (best); tokens per step expected: 3.40 greedy" in screen(chosen)
-    found = {f.name: f.value for s in reported(chosen).sections for f in s.figures}
-    assert found["r1: chosen by costs and acceptance"].startswith("tree-15 (best)")
-
-
-def test_faults_are_on_the_screen() -> None:
-    broken = picture(ready=False, reason="no replica")
-    broken["controller"]["health"] = [
-        {"name": "r0", "state": "RETIRED", "reason": "rank 1 died\nmore", "failed_lives": 3}
-    ]
-    broken["controller"]["replicas"][0].update(phase="condemned", reason="digests differ")
-    text = screen(broken)
-    assert "not ready: no replica" in text
-    assert "last faults" in text
-    assert faults(broken) == ["r0: RETIRED: rank 1 died", "r1: condemned: digests differ"]
-
-
-def _left(picture: dict[str, Any], as_told: bool) -> dict[str, Any]:
-    """The picture with a replica that has gone, asked for or not."""
-    gone = {"name": "r0", "phase": "lost", "reason": "rank-0 is gone", "digests_equal_up_to": 3}
-    picture["controller"]["replicas"].insert(0, {**gone, "ranks": []})
-    slot = {"name": "r0", "state": "RETIRED", "reason": "it was told to end", "failed_lives": 0}
-    picture["controller"]["health"].append({**slot, "as_told": as_told})
-    return picture
-
-
-def test_a_replica_that_left_as_told_is_no_fault() -> None:
-    assert "r0" not in screen(_left(picture(), True))
-    report = reported(_left(picture(), True))
-    assert notes_of(report, "Faults") == "None known."
-    assert faults(_left(picture(), False)) == [
-        "r0: RETIRED: it was told to end",
-        "r0: lost: rank-0 is gone",
-    ]
-
-
-@pytest.mark.parametrize("replicas", [1, 2, 8])
-@pytest.mark.parametrize(("width", "height"), [(80, 24), (60, 18), (200, 60), (40, 20)])
-def test_faults_and_every_replica_are_on_any_screen(width: int, height: int, replicas: int) -> None:
-    shown = picture(ready=False, reason="no replica")
-    one = shown["controller"]["replicas"][0] | {"ranks": [rank(number) for number in range(8)]}
-    shown["controller"]["replicas"] = [one | {"name": f"r{number}"} for number in range(replicas)]
-    shown["controller"]["health"][0] |= {"state": "SUSPECT", "reason": "no progress"}
-    console = Console(width=width, height=height, file=open("/dev/null", "w"))  # noqa: SIM115
-    lines = console.render_lines(fitted_view(shown, console))
-    assert len(lines) <= height
-    text = "\n".join("".join(part.text for part in line).rstrip() for line in lines)
-    assert "r1: SUSPECT: no progress" in text
-    assert [name for name in range(replicas) if f"replica r{name}: leased" not in text] == []
-
-
-def test_there_is_as_much_detail_as_the_screen_has_lines_for() -> None:
-    def lines(height: int) -> str:
-        console = Console(width=80, height=height, file=open("/dev/null", "w"))  # noqa: SIM115
-        rows = console.render_lines(fitted_view(picture(), console))
-        return "\n".join("".join(part.text for part in row) for row in rows)
-
-    assert "digests of all ranks" in lines(24)
-    assert "accepted by depth, %: 80 45 4" in lines(16)
-    assert "and 1 more rank" in lines(16)
-    assert "replica r1: leased  tree-15  61.5 tokens/s  2 running, 1 waiting  KV 75%" in lines(8)
-
-
-def test_nothing_answers() -> None:
-    silent = picture(serve=None, controller=None, gateway=None)
-    assert "no controller answers" in screen(silent)
-    assert faults(silent)[-1] == "Serve does not know this deployment"
-
-
-def test_a_rank_without_a_report_yet() -> None:
-    early = picture()
-    early["controller"]["replicas"][0]["ranks"] = [rank(0, load=None, steps=None)]
-    text = screen(early)
-    assert "no drafts verified yet" in text
-    assert "KV pool not reported yet" in text
-
-
-# ---------------------------------------------------------------------------------- report
-
 MADE = {
     "date": "2026-11-29T23:00:00+00:00",
     "command": "overstory report",
@@ -342,6 +108,98 @@ def test_limits_are_told_where_they_are_near() -> None:
     idle = picture(gateway=None)
     idle["controller"]["replicas"] = []
     assert notes_of(reported(idle), "Next limit") == "Nothing is near its limit."
+
+
+def _found(report: Any) -> dict[str, Any]:
+    return {figure.name: figure for section in report.sections for figure in section.figures}
+
+
+def test_decisions_come_with_their_reasons() -> None:
+    found = _found(reported(picture()))
+    assert (found["tree policy"].value, found["tree policy"].source) == (
+        "tree-15",
+        "controller's status, read for this report",
+    )
+    assert found["memory for weights and KV"].source == "set in the deployment"
+    local = load_spec(ROOT / "clusters" / "local" / "deployment.yaml").model_dump()
+    shown = make_report({"name": "k", "endpoint": "e", "spec": local}, picture(), MADE)
+    memory = _found(shown)["memory for weights and KV"]
+    assert memory.value == "SGLang's default"
+    assert "the deployment sets none" in memory.source
+
+
+def test_a_report_of_what_hardly_answers() -> None:
+    report = reported(picture(controller=None, gateway=None, serve=None))
+    assert _found(report)["tree policy"].value == "as each rank started"
+    assert "no controller answers" in str([f.value for f in _found(report).values()])
+    early = picture()
+    early["controller"]["replicas"].append(
+        {"name": "r2", "phase": "found", "reason": "", "digests_equal_up_to": 0, "ranks": [rank(0)]}
+    )
+    early["controller"]["replicas"].append(
+        {"name": "r3", "phase": "leased", "reason": "", "digests_equal_up_to": 0, "ranks": []}
+    )
+    names = set(_found(reported(early)))
+    assert {"replica r2", "replica r3"} <= names
+    assert not [name for name in names if name.startswith(("r2", "r3"))], "no figures of its steps"
+
+
+def test_what_runs_now() -> None:
+    idle = picture()
+    idle["controller"]["replicas"][0]["ranks"] = [rank(0), rank(1, tokens_per_s=0.0)]
+    found = _found(reported(idle))
+    assert found["rank 0 of r1, now"].value == 61.5
+    assert "rank 1 of r1, now" not in found
+    assert found["r1, tree-15: accepted by depth"].value == [0.8, 0.45, 0.04]
+    assert "r1, plain: accepted by depth" not in found
+    assert found["r1: between the stages"].value == pytest.approx(1000 / 9.5 - 100, abs=0.001)
+    for missing in ({"steps_per_s": 0.0}, {"load": {**LOAD, "running": 0}}, {"steps": None}):
+        idle["controller"]["replicas"][0]["ranks"] = [rank(0, **missing)]
+        assert "r1: between the stages" not in _found(reported(idle))
+
+
+@pytest.mark.parametrize(("tokens", "told"), [(298, True), (302, False)])
+def test_drafts_pay_from_one_and_a_half_tokens_a_step(tokens: int, told: bool) -> None:
+    few = picture()
+    counts = STEPS["verify"]["tree-15"] | {"tokens": tokens}
+    few["controller"]["replicas"][0]["ranks"] = [rank(0, steps={"verify": {"tree-15": counts}})]
+    assert ("drafts are hardly accepted" in notes_of(reported(few), "Next limit")) is told
+
+
+def test_a_section_as_markdown() -> None:
+    section = Section("KV", (Figure("slots", 9, "status", "rows"),), ("Full.",))
+    alone = Section("Faults", (), ("None known.",))
+    text = render_report(Report("kimi", MADE, (section, alone)))
+    assert text.endswith(
+        """
+## KV
+
+| what | value | source |
+|---|---|---|
+| slots | 9 rows | status |
+
+- Full.
+
+## Faults
+
+- None known."""
+    )
+
+
+def test_what_the_automatic_policy_chose_is_reported() -> None:
+    auto = {"choice": "tree-15", "why": "best", "greedy": {"seen": 3, "tokens": {"tree-15": 3.4}}}
+    chosen = picture()
+    ranks = [rank(0, policy="auto<=15", auto=auto)]
+    chosen["controller"]["replicas"][0]["ranks"] = ranks
+    found = {f.name: f.value for s in reported(chosen).sections for f in s.figures}
+    assert found["r1: chosen by costs and acceptance"].startswith("tree-15 (best)")
+
+
+def test_faults_are_listed() -> None:
+    assert notes_of(reported(picture()), "Faults") == "None known."
+    broken = picture(serve=None)
+    assert _found(reported(broken))["fault 1"].value == "Serve does not know this deployment"
+    assert notes_of(reported(broken), "Faults") == ""
 
 
 def test_benchmarks_come_with_date_and_versions() -> None:
