@@ -24,6 +24,10 @@ logger = logging.getLogger(__name__)
 GREETING_S = 10.0
 """How long a connection may stay open without the secret."""
 
+MOST_LINES = 256
+"""Connections at a time; a replica has one. Whoever else comes finds the port closed, so that no
+stranger takes the files that the gateway needs for clients."""
+
 FLUSH_S = 12.0
 """How long the last frames may take after Serve's call has ended: until a line on which nothing
 comes through any more has broken (`notice_silence`), so that the next call gets another."""
@@ -138,6 +142,9 @@ class _Line(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """asyncio."""
         self._transport = cast(asyncio.Transport, transport)
+        if len(self._sink._lines) >= MOST_LINES:
+            self._transport.abort()
+            return
         self._sink._lines.add(self._transport)
         notice_silence(transport)
         asyncio.get_running_loop().call_later(GREETING_S, self._greeted_or_gone)

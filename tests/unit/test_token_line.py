@@ -220,6 +220,31 @@ def test_who_does_not_greet_is_gone_soon(monkeypatch: pytest.MonkeyPatch) -> Non
     play(story)
 
 
+def test_strangers_take_no_more_connections_than_are_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(token_sink, "MOST_LINES", 2)
+
+    async def story(sink: TokenSink) -> None:
+        assert sink.address is not None
+        held = [
+            await asyncio.open_connection(sink.address.host, sink.address.port) for _ in range(2)
+        ]
+        reader, writer = await asyncio.open_connection(sink.address.host, sink.address.port)
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await reader.readexactly(1)
+        assert len(sink._lines) == 2
+        for _, one in (*held, (reader, writer)):
+            one.close()
+        while sink._lines:
+            await asyncio.sleep(0.001)
+        with sink.expecting("r") as inbox:
+            await all_of(TokenLines().deliver(given(CHUNKS), call("r", sink.address)))
+            assert await all_of(inbox.chunks()) == CHUNKS
+
+    play(story)
+
+
 def test_an_inbox_ends_once() -> None:
     async def story(_: TokenSink) -> None:
         ended, gap, whole = Inbox(), Inbox(), Inbox()
