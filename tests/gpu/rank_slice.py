@@ -21,17 +21,29 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import slice_engine as _engine_first  # sets the environment before SGLang is there
+from slice_auto import SURE, AutoBench, Drafts, start
 from slice_bench import StepBench, eager
 from slice_config import published, rank_drafter, rank_target, toy, write_pair
 from slice_points import Cell, slots
 from slice_report import Report, wait_for
 from slice_resume import cells_left, counts_left, rows_left, stages_left
-from slice_roles import COUNTED, ROLES, SIMILAR, Role, is_complete, needed_s, not_built
+from slice_roles import (
+    COUNTED,
+    ROLES,
+    SIMILAR,
+    Role,
+    auto_left,
+    is_complete,
+    needed_s,
+    not_built,
+)
 
 RANKS = 8
 MOST_ROWS = 33
 LONG_CONTEXT = 200_000
 SHORT_LONG = 20_000
+TABLE_S, AUTO_S = 8.0, 10.0
+"""Seconds of the automatic policy's cost table; what a point of it may need."""
 LONG_SLOTS = 3_800_000
 """Their last elements are beyond 2^31."""
 TOY = os.environ.get("RANK_SLICE_TOY") == "1"
@@ -55,7 +67,7 @@ def build(name: str, out: Path) -> _engine_first.SliceEngine:
     ranks = TOY_RANKS if TOY else RANKS
     own = rank_target(target, ranks, role.layers, quantised=not TOY)
     pair = write_pair(out / f"{name}-config", own, rank_drafter(drafter, own, ranks))
-    cells = cells_of(role)
+    cells = cells_of(role) or [Cell(16, 65536, (), "overstory")] * role.auto
     tokens = slots(cells, MOST_ROWS) + 64 if cells else LONG_SLOTS
     fields: dict[str, Any] = {
         "context_length": 4096 if TOY else 202_752,
@@ -113,6 +125,32 @@ class Measurement:
             if self._role.layers is None:
                 self._report.attempt("alike", lambda: self._alike(bench))
         self._cells(bench, worker, cells[ours:])
+        if self._role.auto:
+            self._report.attempt("auto", lambda: self._auto(worker, bench))
+
+    def _auto(self, worker: Any, bench: StepBench) -> list[dict[str, Any]]:
+        """The automatic policy against each fixed one, with simulated acceptance."""
+        found: list[dict[str, Any]] = self._report.content.get("auto", [])
+        runs: dict[str, tuple[AutoBench, Drafts]] = {}
+        for kind, batch, context in auto_left(found):
+            at = context if not TOY else min(context, 160)
+            one = Cell(batch, at, (), "overstory")
+            room = worker.model_runner.token_to_kv_pool.size
+            if slots([one], MOST_ROWS) > room or self._left() < AUTO_S:
+                self._left_out.append(f"auto: {kind} {batch} {context}")
+                self._report.put("left_out", self._left_out)
+                continue
+            if kind not in runs:  # what was learnt of one drafter is no good for another
+                start(worker, 1.0 if TOY else TABLE_S)
+                depth = worker.limits.block_size - 1
+                drafts = Drafts(worker.chooser.options, depth, SURE[kind])
+                runs[kind] = AutoBench(worker, bench.timer, on_cuda=not TOY), drafts
+            bench.prepare(one)
+            auto, drafts = runs[kind]
+            made = auto.cell(batch, at, drafts, 1.0 if TOY else 2.0)
+            found.append({"drafter": kind} | made | {"context": context})
+            self._report.put("auto", found)
+        return found
 
     def _cells(self, bench: StepBench, worker: Any, cells: list[Cell]) -> None:
         room = worker.model_runner.token_to_kv_pool.size

@@ -29,6 +29,9 @@ SLEEP_S = 0.006
 class StepBench:
     """Steps of one engine's worker.
 
+    Attributes:
+        timer: launches steps of the cell at hand.
+
     Args:
         worker: the DDTREE worker.
         on_cuda: false leaves profiles out (a rehearsal on a CPU).
@@ -36,14 +39,14 @@ class StepBench:
 
     def __init__(self, worker: Any, on_cuda: bool) -> None:
         self._worker, self._on_cuda = worker, on_cuda
-        self._timer = _row_timer()(worker)
+        self.timer = _row_timer()(worker)
 
     def prepare(self, cell: Cell) -> None:
         """Next steps are of this cell."""
         from overstory.workers.ddtree.step_record import PENDING
 
         PENDING.start()  # nobody reads the steps' records here
-        self._timer.prepare(cell.batch, cell.context)
+        self.timer.prepare(cell.batch, cell.context)
 
     def point(self, rows: int, longest_s: float) -> dict[str, Any]:
         """Microseconds of steps of ``rows`` rows per request, each waited for, and in a row.
@@ -54,13 +57,13 @@ class StepBench:
         policy = self._policy(rows)
         begun = time.perf_counter()
         for _ in range(WARM):
-            self._timer.step_us(policy)
+            self.timer.step_us(policy)
             if time.perf_counter() - begun > longest_s:
                 break
         times: list[int] = []
         begun = time.perf_counter()
         while len(times) < MOST_STEPS:
-            times.append(self._timer.step_us(policy))
+            times.append(self.timer.step_us(policy))
             if len(times) >= 2 and time.perf_counter() - begun > min(POINT_S, longest_s):
                 break
         found: dict[str, Any] = {
@@ -90,7 +93,7 @@ class StepBench:
         with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as tracer:
             for policy in map(self._policy, rows):
                 for _ in range(steps):
-                    self._timer.step_us(policy)
+                    self.timer.step_us(policy)
                     time.sleep(SLEEP_S)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "trace.json"
@@ -114,7 +117,7 @@ class StepBench:
         hooks = [router.register_forward_hook(note) for router in routers]
         try:
             with eager(self._worker):
-                self._timer.step_us(self._policy(rows))
+                self.timer.step_us(self._policy(rows))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -125,8 +128,8 @@ class StepBench:
         """Microseconds of a step when none is waited for."""
         begun = time.perf_counter_ns()
         for _ in range(count):
-            self._timer.launch(policy)
-        self._timer.wait()
+            self.timer.launch(policy)
+        self.timer.wait()
         return (time.perf_counter_ns() - begun) / 1000 / count
 
     @staticmethod

@@ -25,6 +25,7 @@ class Role:
         own_draft: the drafter's attention is ours; else SGLang's Triton.
         counts: experts touched are counted, and steps of rows that are much alike timed.
         early: small, so built before any is measured.
+        auto: the automatic policy is run against each fixed one.
     """
 
     layers: int | None
@@ -34,6 +35,7 @@ class Role:
     own_draft: bool = True
     counts: bool = False
     early: bool = False
+    auto: bool = False
 
 
 ROLES = {
@@ -42,7 +44,8 @@ ROLES = {
     "slice_triton": Role(
         None, 4, {"moe_runner_backend": "triton"}, tuple(grid()), own_draft=False, counts=True
     ),
-    "again": Role(None, 4, {}, tuple(again())),
+    "again": Role(None, 4, {}, tuple(again()), auto=True),
+    "auto": Role(None, 4, {}, (), auto=True),
     "moe_triton": Role(4, 0, {"moe_runner_backend": "triton"}, tuple(levers()), early=True),
     "moe_fused": Role(4, 0, {"enforce_shared_experts_fusion": True}, tuple(levers()), early=True),
     "moe_marlin": Role(4, 0, {}, tuple(levers()), counts=True, early=True),
@@ -55,6 +58,21 @@ COUNTED = tuple((a, b, r) for a in ALIKE for b in (1, 4, 16) for r in (1, 9, 17,
 """Steps whose experts are counted: share of the rows that is alike, batch, rows of each."""
 SIMILAR = tuple((a, b, r) for a in ALIKE[1:] for b in (1, 4) for r in (9, 33))
 """Steps of rows that are alike which are timed."""
+AUTO = tuple(
+    (kind, batch, context)
+    for kind in ("fits", "fits badly")
+    for batch, context in (
+        *((1, c) for c in (65536, 1024, 200_000, 8192)),
+        *((b, c) for c in (1024, 8192, 65536) for b in (4, 16)),
+    )
+)
+"""Drafter (`slice_auto.SURE`), batch and context of the points of the automatic policy."""
+
+
+def auto_left(found: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int]]:
+    """Those of `AUTO` that are not among ``found``, in order."""
+    there = {(row["drafter"], row["batch"], row["context"]) for row in found}
+    return [point for point in AUTO if point not in there]
 
 
 def needed_s(cell: Cell, layers: int) -> float:
@@ -64,7 +82,9 @@ def needed_s(cell: Cell, layers: int) -> float:
 
 def is_complete(role: Role, content: Mapping[str, Any], cells: Sequence[Cell]) -> bool:
     """Whether an earlier run has measured all of a role, as ``content`` has it."""
-    if not role.cells:
+    if role.auto and auto_left(content.get("auto", [])):
+        return False
+    if not role.cells and not role.auto:
         return {"far_slots", "long"} <= content.keys()
     counted = not role.counts or not counts_left(COUNTED, content.get("experts", []))
     similar = role.layers is not None or not counts_left(SIMILAR, content.get("alike", []))

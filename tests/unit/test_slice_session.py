@@ -12,6 +12,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 
+from slice_auto import BLOCK, SURE, AutoBench, Drafts, chances
 from slice_bench import keep_launches
 from slice_config import published
 from slice_counted import long_prompt, touched
@@ -19,10 +20,13 @@ from slice_modules import SLOW, modules
 from slice_points import Cell, against_triton
 from slice_report import Report
 from slice_resume import cells_left, counts_left, rows_left, stages_left
-from slice_roles import COUNTED, ROLES, is_complete, needed_s, not_built
+from slice_roles import AUTO, COUNTED, ROLES, auto_left, is_complete, needed_s, not_built
 from slice_rows import points_of, read, write
 from slice_stages import STAGES, Kernel
 from slice_tables import TABLES, levers, merged, triton_of_few_layers
+
+from overstory.workers.policy.options import Options
+from overstory.workers.tree_policy import TreePolicy
 
 CELL = Cell(4, 1024, (1, 9), "overstory")
 STAGES_US = dict.fromkeys((*STAGES, "pauses", "span"), 10.0)
@@ -133,6 +137,82 @@ def test_modules_are_those_of_the_shapes() -> None:
     experts = published("kimi-k2.6")["n_routed_experts"]
     assert ("gemm.dsv3_router_gemm", (experts, 7168, True, True)) in wanted
     assert len(wanted) == 12
+
+
+# ----------------------------------------------------------------------------- automatic policy
+
+
+def test_made_up_drafts_yield_what_is_published_and_assumed() -> None:
+    drafts = Drafts(Options.of(8, 32), 7, SURE["fits"])
+    plain, chain, _, eight, fifteen, thirty_one, _ = drafts.tokens
+    assert plain == 1
+    assert chain == pytest.approx(sum(0.83**depth for depth in range(8)), rel=0.02)
+    assert 4.3 < chain < 4.7
+    assert eight == pytest.approx(1.02 * chain, rel=0.02)
+    assert fifteen == pytest.approx(1.12 * chain, rel=0.03)
+    assert 1.15 < thirty_one / chain < 1.3
+    assert Drafts(Options.of(8, 32), 7, SURE["fits badly"]).tokens[1] < 1.5
+    assert sum(chances(0.3)) == pytest.approx(1)
+    assert list(chances(0.3)) == sorted(chances(0.3), reverse=True)
+
+
+class FakeEngine:
+    """Worker, timer and chooser in one: steps of known length, a rule that is told what to take."""
+
+    def __init__(self, costs_us: dict[str, int], rule: list[TreePolicy]) -> None:
+        self.chooser = self._auto = self.steering = self
+        self._batch = None
+        self.now, self._costs, self._rule = 0, costs_us, rule
+        self.walks: list[Any] = []
+        self.prepared: tuple[int, int] | None = None
+
+    def prepare(self, batch: int, context: int) -> None:
+        self.prepared = batch, context
+
+    def next(self, batch: Any) -> tuple[TreePolicy, str]:
+        self._rule.append(self._rule.pop(0))
+        return self._rule[-1], ""
+
+    def launch(self, policy: TreePolicy) -> None:
+        self.now += 1000 * self._costs[str(policy)]
+
+    def observe(self, kind: int, walk: Any) -> None:
+        self.walks.append(walk)
+
+    def ended(self, batch: Any) -> None: ...
+    def interrupted(self) -> None: ...
+    def wait(self) -> None: ...
+
+
+@pytest.mark.parametrize("rule", [["chain"], ["chain", "plain"]])
+def test_the_automatic_policy_is_weighed_against_the_best_fixed_one(rule: list[str]) -> None:
+    options = Options.of(8, 15)
+    costs = dict(zip(options.names, (5000, 10_000, 11_000, 12_000, 20_000), strict=True))
+    engine = FakeEngine(costs, [TreePolicy.parse(name) for name in rule])
+    drafts = Drafts(options, 7, SURE["fits"])
+    bench = AutoBench(engine, engine, on_cuda=False, clock=lambda: engine.now)
+    found = bench.cell(4, 1024, drafts, 9.0)
+    assert engine.prepared == (4, 1024)
+    chain = drafts.tokens[1]
+    assert found["best"] == "chain"
+    assert found["rates"]["chain"] == pytest.approx(4 * chain / 0.010, rel=1e-3)
+    taken = [1.0 if name == "plain" else chain for name in rule]
+    rate = 4 * sum(taken) / sum(costs[name] / 1e6 for name in rule)
+    assert found["rates"]["auto"] == pytest.approx(rate, rel=1e-3)
+    assert found["of_best"] == pytest.approx(rate * 0.010 / (4 * chain), rel=1e-3)
+    assert sum(found["used"].values()) == BLOCK * found["rounds"]
+    assert all(walk.chain for walk in engine.walks)
+
+
+def test_points_of_the_automatic_policy_that_are_there_are_left_out() -> None:
+    found = _points(AUTO[:3])
+    assert auto_left(found) == list(AUTO[3:])
+    assert not is_complete(ROLES["auto"], {"auto": found}, ())
+    assert is_complete(ROLES["auto"], {"auto": [*found, *_points(AUTO[3:])]}, ())
+
+
+def _points(triples: Any) -> list[dict[str, Any]]:
+    return [{"drafter": d, "batch": b, "context": c} for d, b, c in triples]
 
 
 # --------------------------------------------------------------------------------------- tables
