@@ -93,11 +93,21 @@ def fail(message: str) -> NoReturn:
 
 @contextmanager
 def told() -> Iterator[None]:
-    """Faults that are the user's to mend end the command with their message, no traceback."""
+    """Faults that are the user's to mend end the command with their message, no traceback. So does
+    a Ray that does not answer as it should; it is known by its name, for nothing here imports it.
+    """
     try:
         yield
     except UserFault as fault:
         fail(str(fault))
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] != "ray":
+            raise
+        said = str(error).strip().splitlines() or [""]
+        fail(
+            f"Ray: {type(error).__name__}: {said[-1]}\n`overstory doctor` looks at its nodes, "
+            "`overstory down` takes away what is left of a deployment"
+        )
 
 
 def known(name: str | None) -> None:

@@ -10,12 +10,19 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from overstory.orchestrator import deploy
 from overstory.orchestrator.bench import run_bench
 from overstory.orchestrator.bench_rows import BenchSettings, default_modes
 from overstory.orchestrator.cli import app
+from overstory.orchestrator.cli_support import told
 from overstory.orchestrator.errors import UserFault
 from overstory.orchestrator.output_file import write_output
-from overstory.orchestrator.state import DeploymentRecord, changing_state, read_state
+from overstory.orchestrator.state import (
+    DeploymentRecord,
+    LocalRayRecord,
+    changing_state,
+    read_state,
+)
 
 RUN = CliRunner()
 
@@ -114,6 +121,30 @@ def test_a_state_file_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Mo
         read_state()
     with pytest.raises(UserFault, match="set OVERSTORY_STATE"), changing_state():
         pass
+
+
+def test_a_fault_of_ray_is_told_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    module = {"__module__": "ray.exceptions"}
+    timeout = type("GetTimeoutError", (TimeoutError,), module)
+    with pytest.raises(typer.Exit) as ended, told():
+        raise timeout("Traceback of a remote task\nGet timed out")
+    assert ended.value.exit_code == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: Ray: GetTimeoutError: Get timed out\n  `overstory doctor`")
+    with pytest.raises(ZeroDivisionError), told():  # Ours: its traceback is wanted.
+        raise ZeroDivisionError
+
+
+def test_down_ends_a_ray_that_a_killed_deploy_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = LocalRayRecord("127.0.0.1:9", "/tmp/ours", "h", 7, 1)
+    with changing_state() as state:
+        state.local_ray = own
+    ended: list[LocalRayRecord] = []
+    monkeypatch.setattr(deploy.local_ray, "stop_local_ray", ended.append)
+    done = RUN.invoke(app, ["down"])
+    assert (done.exit_code, ended) == (0, [own])
+    assert "local Ray in /tmp/ours: ended and removed" in done.output
+    assert read_state().local_ray is None
 
 
 def test_down_with_nothing_there_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
