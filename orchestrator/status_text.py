@@ -60,11 +60,12 @@ def _controller_lines(controller: dict[str, Any] | None) -> Iterator[str]:
         f"steps, up {controller['uptime_s']:.0f} s"
     )
     for slot in controller.get("health", ()):
-        yield f"  {_health_line(slot)}"
+        if slot["state"] != "RETIRED" or not slot.get("as_told"):
+            yield f"  {_health_line(slot)}"
     told = left_as_told(controller)
     for replica in controller["replicas"]:
         if replica["phase"] != "leased" and replica["name"] in told:
-            continue  # Its slot's line says it.
+            continue
         why = f": {replica['reason']}" if replica["reason"] else ""
         equal = f", digests equal up to forward {replica['digests_equal_up_to']}"
         leased = replica["phase"] == "leased"

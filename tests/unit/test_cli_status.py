@@ -94,6 +94,16 @@ def test_everything_is_said() -> None:
         assert part in text
 
 
+def test_a_replica_that_left_as_told_is_not_shown() -> None:
+    controller = PICTURE["controller"]
+    slot = {**controller["health"][1], "as_told": True}
+    left = {**controller, "health": [controller["health"][0], slot]}
+    assert "r0" not in render({**PICTURE, "controller": left})
+    going = {**left, "health": [slot | {"state": "DRAINING"}]}
+    assert "r0: DRAINING (not ready)" in render({**PICTURE, "controller": going})
+    assert "replica r0: lost: rank 0 is gone" in render(PICTURE)
+
+
 def test_what_is_missing_is_said_too() -> None:
     text = render(
         {**PICTURE, "ready": False, "reason": "loading", "serve": None, "controller": None}
