@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,8 @@ from random_trees import random_tree
 from overstory.kernels.reference import tree_accept
 from overstory.workers import tree_policy
 from overstory.workers.policy import OPT_OUT, chooser
-from overstory.workers.policy.choice import Decision
+from overstory.workers.policy.beliefs import ONE, Beliefs
+from overstory.workers.policy.choice import PROBE_RUN, Decision, places_of
 from overstory.workers.policy.chooser import (
     OBSERVED,
     StepChooser,
@@ -119,11 +121,15 @@ def test_two_ranks_choose_alike_whatever_their_clocks_say() -> None:
             first.interrupted()
     assert not ranks.sent
     assert len(chosen) >= 2
-    assert "table" in told
+    first_word, *_, table, beliefs = told.split()
+    shown = first.report()
+    assert shown is not None
+    assert first_word == str(policy) == shown["choice"]
+    assert [int(table), int(beliefs)] == [shown["table"], shown["beliefs"]]
+    assert int(beliefs) == 400 // chooser.SYNC_STEPS, "digests of other beliefs differ"
     assert second._auto is not None
     assert second._auto.steering is None
-    shown, theirs = first.report(), second.report()
-    assert shown is not None
+    theirs = second.report()
     assert theirs is not None
     assert {k: shown[k] for k in theirs} == theirs
 
@@ -202,3 +208,27 @@ def test_launches_are_timed_where_steps_are_alike(monkeypatch: pytest.MonkeyPatc
         (PLAIN, 1, plain, 30_000),
         (CHAIN, 2, table_of().cost(CHAIN, 2, 0), 30_000),
     ]
+
+
+def test_each_step_is_chosen_by_the_beliefs_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choices are kept between two broadcasts, not beyond; a probe is no choice that stays."""
+    one = StepChooser(OPTIONS, FakeRanks().of(0), True)
+    one.start(table_of(), 0.0)
+    nothing = Beliefs.none(len(OPTIONS), places_of(table_of()))
+    good, even = (ONE, 5200, 4200, 5600, 5700, 6000), (ONE, 2200, 2103, 2250, 2250, 2250)
+    held = [
+        replace(nothing, version=number, tokens=(tokens, tokens), known=(1, 1), probe=probe)
+        for number, (tokens, probe) in enumerate(
+            [(good, 0), (even, 0), (even, 1 + PLAIN), (even, 0), ((ONE,) * len(OPTIONS), 0)]
+        )
+    ]
+    coming = iter(held)
+    monkeypatch.setattr(one, "_agree", lambda *_: next(coming))
+    at_hand = batch(req())
+    names = [
+        [str(one.next(at_hand)[0]) for _ in range(chooser.SYNC_STEPS)] for _ in range(len(held))
+    ]
+    steps = chooser.SYNC_STEPS
+    assert names[0] == names[1] == names[3] == ["tree-8"] * steps
+    assert names[2] == ["plain"] * PROBE_RUN + ["tree-8"] * (steps - PROBE_RUN)
+    assert names[4] == ["plain"] * steps

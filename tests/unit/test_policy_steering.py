@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from policy_world import COSTS, NUMBERS, OPTIONS, World, fixed_rate, run, table_of, tree_of
+from policy_world import COSTS, NUMBERS, OPTIONS, SYNC, World, fixed_rate, run, table_of, tree_of
 
 from overstory.workers.policy.beliefs import GREEDY, ONE, SAMPLED
 from overstory.workers.policy.compared import BESIDE, KEPT, LEAST, Compared
@@ -142,6 +142,27 @@ def test_a_drafter_of_another_model_is_switched_off_and_tried_again(
     run(steering, right, table, 8 * RETRY_STEPS[0] + 400, GREEDY)
     assert steering.report()["drafter"] == "on"
     assert "in use again" in caplog.text
+
+
+def test_a_drafter_that_comes_back_starts_anew() -> None:
+    """Nothing of the time when it did not fit counts: not its acceptance, not the long waits."""
+    table = table_of()
+    steering = Steering(OPTIONS, table, 0.3)
+    run(steering, World(0.0, random.Random(1)), table, 3500, GREEDY)
+    right = World(0.97, random.Random(2))
+    waited = 0
+    while steering.report()["drafter"] != "on":
+        run(steering, right, table, SYNC, GREEDY)
+        waited += SYNC
+    assert RETRY_STEPS[0] < waited < 8 * RETRY_STEPS[0]
+    shown = steering.report()
+    assert shown["first_accepted"] > 0.4, "the drafts that failed would hold it down"
+    assert shown["greedy"]["seen"] <= SYNC
+
+    decisions = run(steering, World(0.0, random.Random(3)), table, 1500, GREEDY)
+    off = [d.why for d in decisions].index("off")
+    trial = [d.why for d in decisions].index("trial")
+    assert off < trial <= off + RETRY_STEPS[0] + SYNC, "the first wait is the short one again"
 
 
 def test_a_floor_of_zero_never_switches_off() -> None:
