@@ -59,7 +59,7 @@ class Codepoints:
 
 class ScriptedBackend:
     """Writes `text` in chunks of `size`; stops there or at the call's limit. `gate` holds back all
-    but the first."""
+    but the first, or all of them where it is `whole`."""
 
     def __init__(self, text: str = "one two three", size: int = 3) -> None:
         self.text = text
@@ -67,6 +67,7 @@ class ScriptedBackend:
         self.calls: list[GenerateCall] = []
         self.closed: list[str] = []
         self.gate: asyncio.Event | None = None
+        self.whole = False
         self.fail: Exception | None = None
         self.stop_token = "."
 
@@ -82,7 +83,7 @@ class ScriptedBackend:
             ends = {"type": "stop", "matched": ids[-1]}
         try:
             for at in range(0, len(ids), self.size):
-                if at and self.gate is not None:
+                if (at or self.whole) and self.gate is not None:
                     await self.gate.wait()
                 if at and self.fail is not None:
                     raise self.fail
@@ -802,10 +803,11 @@ def test_a_failure_before_the_first_token_still_has_its_status_in_a_stream() -> 
     play(story)
 
 
+@pytest.mark.parametrize("before_a_token", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_takes_its_request_along(stream: bool) -> None:
+def test_a_client_that_leaves_takes_its_request_along(stream: bool, before_a_token: bool) -> None:
     async def story(world: World) -> None:
-        world.backend.gate = asyncio.Event()
+        world.backend.gate, world.backend.whole = asyncio.Event(), before_a_token
         request = asyncio.create_task(world.complete(stream=stream, n=2))
         while len(world.backend.calls) < 2:
             await asyncio.sleep(0)
