@@ -21,6 +21,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from overstory.workers.death_note import wants_memory
+
 _FAULTS = {
     "Segfault encountered": "SIGSEGV",
     "Segmentation fault": "SIGSEGV",
@@ -34,11 +36,6 @@ _FAULTS = {
 
 _FAULT_LINE = re.compile(
     r"Fatal Python error: ([\w -]+)|!!! (Segfault encountered) !!!|\*\*\* (SIG[A-Z]+) received at"
-)
-_MEMORY_WORDS = re.compile(
-    r"\bMemoryError\b|OutOfMemory|out of memory|can't allocate memory|Cannot allocate memory"
-    r"|not enough memory|std::bad_alloc",
-    re.IGNORECASE,
 )
 _RAY_MEMORY = re.compile(r"running low on memory|OutOfMemoryError|memory monitor", re.IGNORECASE)
 
@@ -71,7 +68,7 @@ def ending_of(
             since the rank began.
     """
     if note is not None:
-        return Ending(out_of_memory=bool(_MEMORY_WORDS.search(note)))
+        return Ending(out_of_memory=wants_memory(note))
     if _RAY_MEMORY.search(ray_says):
         return Ending(
             "SIGKILL", True, "killed by Ray's memory monitor: its host was short of memory"

@@ -321,9 +321,9 @@ class RankGroup:
         )
         for ref in answered:
             rank = probes.pop(ref)
-            last_answer[rank] = time.monotonic()
-            with contextlib.suppress(ray.exceptions.RayError):
+            with contextlib.suppress(ray.exceptions.RayError):  # An error is no sign of life.
                 self._last_seen[rank] = ray.get(ref)
+                last_answer[rank] = time.monotonic()
         for rank in set(range(len(self.actors))) - set(probes.values()):
             probes[call(self.actors[rank], CONTROL, "health")] = rank
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from overstory.workers.memory_watch import Reserve
+
 EXIT_WATCHDOG = 70
 """No batch was finished for longer than the watchdog time-out."""
 EXIT_LOOP_FAILED = 71
@@ -31,6 +33,18 @@ LOG_TAIL_BYTES = 16 * 1024
 
 _MARK = re.compile(r":(job_id|actor_name|task_name):")
 """Lines that Ray writes into worker logs for its own use."""
+
+
+_MEMORY_WORDS = re.compile(
+    r"\bMemoryError\b|OutOfMemory|out of memory|can't allocate memory|Cannot allocate memory"
+    r"|not enough memory|std::bad_alloc",
+    re.IGNORECASE,
+)
+
+
+def wants_memory(cause: str) -> bool:
+    """Whether the words of an error are about want of memory."""
+    return bool(_MEMORY_WORDS.search(cause))
 
 
 @dataclass(frozen=True)
@@ -70,10 +84,12 @@ class LastWill:
     def __init__(self, folder: Path, rank: int, describe: Callable[[], tuple[str, int]]) -> None:
         self._rank = rank
         self._describe = describe
+        self._reserve = Reserve()
         self.path = note_path(folder, os.getpid())
 
     def write(self, cause: str, exit_code: int, detail: str = "") -> DeathNote:
         """Writes the note unless an earlier one stands; returns the one that stands."""
+        self.release_memory()
         earlier = read_note(self.path)
         if earlier is not None:
             return earlier
@@ -92,6 +108,10 @@ class LastWill:
         partial.write_text(json.dumps(dataclasses.asdict(note)))
         partial.replace(self.path)
         return note
+
+    def release_memory(self) -> None:
+        """What was kept for the last words is free: want of memory may be what they are about."""
+        self._reserve.release()
 
     def execute(self, cause: str, exit_code: int, detail: str = "") -> NoReturn:
         """Writes the note and ends this process at once, without unwinding threads or atexit."""

@@ -22,9 +22,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from overstory.orchestrator.lease import Lease
-from overstory.workers import placement, tree_policy
+from overstory.workers import memory_watch, placement, tree_policy
 from overstory.workers.commands import EXTENSIONS_VARIABLE, CommandContext, CommandTable
-from overstory.workers.death_note import EXIT_DIVERGED, EXIT_LOOP_FAILED, EXIT_ORDERED, LastWill
+from overstory.workers.death_note import (
+    EXIT_DIVERGED,
+    EXIT_LOOP_FAILED,
+    EXIT_ORDERED,
+    LastWill,
+    wants_memory,
+)
 from overstory.workers.defrag import handlers
 from overstory.workers.defrag.handlers import SHELF
 from overstory.workers.digest import DigestChain, LinkFacts
@@ -180,6 +186,7 @@ class RankHost:
         from sglang.srt.runtime_context import publish
 
         self._enter("weights")
+        memory_watch.begin(self._without_memory)
         rank = self._rank
         gpu_id = 0 if self._device == "cpu" else placement.assigned_cuda_ordinal()
         attn_cp_rank, moe_dp_rank, moe_ep_rank = _compute_parallelism_ranks(server_args, rank)
@@ -383,12 +390,28 @@ class RankHost:
         return 0 if self._view is None else self._view.launched()
 
     def _failed(self, doing: str, error: BaseException) -> RankFailed:
-        text = "".join(traceback.format_exception(error))
-        cause = f"rank {self._rank} failed while {doing}: {type(error).__name__}: {error}"
+        """Leaves a note. For want of memory the process ends: to raise would take memory too, and
+        who waits for this rank in a collective waits until it is gone."""
         diverged = isinstance(error, RanksDiverged)
-        self._will.write(cause, EXIT_DIVERGED if diverged else EXIT_LOOP_FAILED, text)
+        code = EXIT_DIVERGED if diverged else EXIT_LOOP_FAILED
+        cause, text = f"rank {self._rank} failed while {doing}: {type(error).__name__}", ""
+        self._will.release_memory()
+        try:
+            cause = f"{cause}: {error}"
+            text = "".join(traceback.format_exception(error))
+        except MemoryError:
+            self._will.execute(cause, code)
+        if wants_memory(cause):
+            self._will.execute(cause, code, text)
+        self._will.write(cause, code, text)
         self._enter("failed")
         return RankFailed(f"{cause}\n{text}")
+
+    def _without_memory(self) -> None:
+        self._will.execute(
+            f"rank {self._rank} gets no memory any more: out of memory while {self._phase}",
+            EXIT_LOOP_FAILED,
+        )
 
 
 def stderr_path() -> Path | None:

@@ -28,6 +28,8 @@ from overstory.workers.rank import RankIdentity
 LEASE_STEPS = 16
 WATCHDOG_S = 12  # above the lease time-out of `LiveEngine`
 NOTICE_S = 60.0
+NO_MEMORY_S = 20.0
+"""Until a rank that gets no memory is given up; 300 s is its watchdog's time-out."""
 TOLD_S = 2.0
 """Longest from the end of a rank's process to the end of its streams."""
 
@@ -254,6 +256,25 @@ def test_a_rank_that_gets_no_memory_is_named_with_that_cause(
     assert death.exit_code == EXIT_LOOP_FAILED
     for one in more:
         failure(one)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("then", ["raise", "go on", "hang"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_that_gets_not_even_a_little_memory_is_gone_in_seconds(
+    launch: Callable[..., LiveEngine], then: str, ranks: int
+) -> None:
+    """Whether or not it finds memory to raise with: its watchdog would take minutes."""
+    live = launch(tp_size=ranks)
+    stream = live.stream(1500)
+    stream.wait_for(5)
+    live.attach()
+    begun = time.monotonic()
+    live.grant(1000, "tree-7", Command("fault.exhaust", {"rank": ranks - 1, "then": then}))
+    death = failure(stream).death
+    assert time.monotonic() - begun < NO_MEMORY_S
+    assert (death.rank, death.exit_code) == (ranks - 1, EXIT_LOOP_FAILED), death
+    assert death.out_of_memory, death
 
 
 @pytest.mark.full
