@@ -1,11 +1,15 @@
 """A rank's host around a scheduler that is a plain object: what ends its loop leaves a note."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from overstory.orchestrator.lease import Command, Lease
 from overstory.workers.death_note import EXIT_LOOP_FAILED, read_note
 from overstory.workers.handoff.rank_side import RankSide
 from overstory.workers.rank import RankFailed, RankHost
+
+NOTHING_NOTED = SimpleNamespace(close=lambda: None)
 
 
 class View:
@@ -37,9 +41,28 @@ def test_whatever_ends_the_loop_leaves_a_note(host, tmp_path, error):
     assert host.phase()["phase"] == "failed"
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA out of memory")])
+def test_for_want_of_memory_the_process_ends(host, monkeypatch, error):
+    """To raise the error through Ray would take memory too."""
+    ends = []
+
+    def execute(*words):
+        ends.append(words)
+        raise SystemExit
+
+    monkeypatch.setattr(host._will, "execute", execute)
+    host._view = View(error)
+    with pytest.raises(SystemExit):
+        host.run_loop()
+    ((cause, exit_code, detail),) = ends
+    assert (exit_code, "run_event_loop" in detail) == (EXIT_LOOP_FAILED, True)
+    assert type(error).__name__ in cause
+
+
 def test_a_command_granted_twice_is_carried_out_once(host, monkeypatch):
     carried = []
     host._view = View()
+    host._notes = NOTHING_NOTED
     monkeypatch.setattr(host._commands, "carry_out", lambda name, *_: carried.append(name))
     for seq in (1, 2):
         host._begin_lease(Lease(1, seq, 4, "plain", (Command("standing", ticket="t"),)))
@@ -50,6 +73,6 @@ def test_no_rows_move_while_some_are_handed_over(tmp_path, monkeypatch):
     """A thread reads them by the slot numbers that they had when they were held."""
     monkeypatch.setattr(RankSide, "holding", lambda _: 2)
     host = RankHost(0, "cpu", note_folder=str(tmp_path))
-    host._view = View()
+    host._view, host._notes = View(), NOTHING_NOTED
     host._begin_lease(Lease(1, 1, 4, "plain", (Command("relocate", {"plan": None}, ticket="t"),)))
     assert "handed over to another replica (2 at present)" in host._command_results["t"]["refused"]

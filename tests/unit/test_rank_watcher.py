@@ -63,3 +63,26 @@ def test_ranks_that_find_no_time_to_answer_are_left_alone_while_tokens_come(monk
     last_answer[0] = clock.now
     assert group._unresponsive(last_answer) is not None
     assert blamed == [(1, None, "no sign of life for 11 s")], "nothing came, and it says nothing"
+
+
+def test_an_answer_that_is_an_error_is_no_sign_of_life(monkeypatch):
+    """A rank without memory fails every call, and its loop may hang all the same."""
+    clock = Clock(100.0)
+    monkeypatch.setattr(rank_group.time, "monotonic", clock)
+    monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs, []))
+    monkeypatch.setattr(rank_group, "call", lambda actor, *_: (actor,))
+    group = RankGroup(RankPlan("demo", "r1", 2), [])
+    group.actors = ["rank 0", "rank 1"]
+
+    def get(ref):
+        if ref == ("rank 1",):
+            raise ray.exceptions.RayTaskError("health", "MemoryError", MemoryError())
+        return {"forwards": 3}
+
+    monkeypatch.setattr(ray, "get", get)
+    last_answer = [50.0, 50.0]
+    asked = {}
+    for _ in range(2):
+        group._probe(asked, last_answer)
+    assert last_answer == [100.0, 50.0]
+    assert group._last_seen == {0: {"forwards": 3}}
