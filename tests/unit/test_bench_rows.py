@@ -114,6 +114,14 @@ def test_rows_are_medians_and_speed_is_over_plain() -> None:
     assert tree["ttft_ms"] == 100.0
 
 
+def test_what_was_chosen_is_added_up_over_the_rounds() -> None:
+    rounds = [sample("auto", 1.0, 10, 5, [1]) for _ in range(3)]
+    for one, chosen in zip(rounds, ({"plain": 2}, {"plain": 3, "chain": 1}, {}), strict=True):
+        one.counters["choices"] = chosen  # type: ignore[index]
+    (row,) = summarise(rounds)
+    assert row["choices"] == {"plain": 5, "chain": 1}
+
+
 @pytest.mark.parametrize(("answers", "p95_ms"), [(1, 100), (2, 200), (20, 1900), (40, 3800)])
 def test_19_of_20_first_tokens_come_within_the_p95(answers: int, p95_ms: float) -> None:
     one = sample("chain", 1.0, 10, 5, [1])
