@@ -13,6 +13,8 @@ import xgrammar
 from ddtree_support import check_scripted, random_prompts, run_under, server_args
 
 from overstory.kernels.reference import sample_nodes
+from overstory.orchestrator.answer_parsers import ParserSettings
+from overstory.orchestrator.openai_protocol import ChatCompletionRequest
 from overstory.orchestrator.tokenizer import load_tokenizer
 from overstory.workers.ddtree import EARLIER_OUTPUT
 from overstory.workers.tiny.config import EOS
@@ -37,6 +39,40 @@ SCHEMA = json.dumps(
     }
 )
 REGEX = r"(ab|cd){2}-[0-9]{3}( x)*\."
+EBNF = 'root ::= "[" (item ", ")+ item "]"\nitem ::= "x" [0-9] | "[" item "]"'
+CITIES = ["Oslo", "Rome"]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": CITIES}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def _forced_call() -> str:
+    """What the gateway asks of an engine for a call that must be made: a structural tag."""
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [TOOL],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    }
+    request = ChatCompletionRequest.model_validate(body)
+    constraint = ParserSettings("kimi_k2", None).plan(request).constraint
+    assert constraint is not None
+    kind, text = constraint
+    assert kind == "structural_tag"
+    return text
+
+
 GREEDY = {"temperature": 0.0}
 HOT = {"temperature": 1.1, "top_k": 60}
 ASKED: list[dict[str, Any]] = [
@@ -44,6 +80,9 @@ ASKED: list[dict[str, Any]] = [
     HOT | {"regex": REGEX, "frequency_penalty": 1.0},
     HOT | {"json_schema": SCHEMA},
     GREEDY | {"json_schema": SCHEMA, "logit_bias": {"77": 1.0}},
+    HOT | {"ebnf": EBNF},
+    GREEDY | {"structural_tag": _forced_call(), "max_new_tokens": 100},
+    HOT | {"structural_tag": _forced_call(), "max_new_tokens": 100},
     GREEDY,
     HOT,
 ]
@@ -51,7 +90,7 @@ ASKED: list[dict[str, Any]] = [
 
 
 def _requests() -> tuple[list[list[int]], list[dict[str, Any]]]:
-    prompts = random_prompts([9, 21, 14, 30, 11, 17], seed=71)
+    prompts = random_prompts([9, 21, 14, 30, 11, 17, 26, 13, 8], seed=71)
     params = [
         {"sampling_seed": 60 + i, "max_new_tokens": LENGTH} | one for i, one in enumerate(ASKED)
     ]
@@ -108,6 +147,11 @@ class _Loop:
         if "json_schema" in params:
             compiled = self._compiler.compile_json_schema(params["json_schema"])
             return xgrammar.GrammarMatcher(compiled)
+        if "ebnf" in params:
+            return xgrammar.GrammarMatcher(self._compiler.compile_grammar(params["ebnf"]))
+        if "structural_tag" in params:
+            compiled = self._compiler.compile_structural_tag(params["structural_tag"])
+            return xgrammar.GrammarMatcher(compiled)
         return None
 
 
@@ -134,6 +178,13 @@ def test_every_policy_equals_the_loop(
             assert set(json.loads(tokenizer.decode(text))) == {"name", "kind", "count"}
             ended += 1
     assert ended >= 2, "too few texts came to their end: the test shows little"
+    calls = [
+        tokenizer.decode(text)
+        for params, text in zip(ASKED, wanted, strict=True)
+        if "structural_tag" in params
+    ]
+    for call in calls:
+        assert re.search(r'functions\.weather:\d+.*\{"city": *"(Oslo|Rome)"\}', call), call
 
 
 def test_a_grammar_goes_on_where_an_earlier_replica_left_it(

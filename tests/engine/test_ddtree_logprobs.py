@@ -91,8 +91,8 @@ def _cut(outputs: list[Output], length: int) -> list[Output]:
     ]
 
 
-def _assert_by_oracle(oracle: Oracle, outputs: list[Output]) -> None:
-    """After the rules and the temperature, before the filters."""
+def _assert_by_oracle(oracle: Oracle, outputs: list[Output], scaled: bool = True) -> None:
+    """After the rules and (if ``scaled``) the temperature, before the filters."""
     for prompt, (asked, top), output in zip(PROMPTS, ASKED, outputs, strict=True):
         if top is None:
             continue
@@ -104,7 +104,8 @@ def _assert_by_oracle(oracle: Oracle, outputs: list[Output]) -> None:
                 row[seen] -= asked.get("presence_penalty", 0.0)
             for biased, bias in asked.get("logit_bias", {}).items():
                 row[int(biased)] += bias
-            logprobs = torch.log_softmax(row / (asked["temperature"] or 1.0), dim=0)
+            temperature = (scaled and asked["temperature"]) or 1.0
+            logprobs = torch.log_softmax(row / temperature, dim=0)
             assert output.logprobs[k] == pytest.approx(float(logprobs[token]), abs=CLOSE)
             if top:
                 best = logprobs.topk(top).values.tolist()
@@ -113,6 +114,20 @@ def _assert_by_oracle(oracle: Oracle, outputs: list[Output]) -> None:
                 )
                 for other, value in output.top_logprobs[k].items():
                     assert value == pytest.approx(float(logprobs[other]), abs=CLOSE)
+
+
+def test_those_before_the_temperature_where_sglang_is_told_so(
+    engine: Engine, pair: tuple[str, str]
+) -> None:
+    """SGLANG_RETURN_ORIGINAL_LOGPROB: of the first token, plain steps and paths of trees alike."""
+    from sglang.srt.environ import envs
+
+    harness = engine(**server_args(pair[1], max_total_tokens=8192))
+    with envs.SGLANG_RETURN_ORIGINAL_LOGPROB.override(True):
+        plain = _run(harness, "plain", None, _params())
+        _assert_by_oracle(Oracle.load(*pair), plain, scaled=False)
+        texts = [output.ids for output in plain]
+        _assert_same(_run(harness, "tree-31", texts, _params()), plain)
 
 
 def test_a_stop_token_inside_a_path_ends_them(engine: Engine, pair: tuple[str, str]) -> None:

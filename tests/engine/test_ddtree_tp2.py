@@ -75,6 +75,43 @@ def test_two_ranks_agree_on_aborts_and_switches(engine_tp2: Engine, pair: tuple[
     two.assert_no_leak()
 
 
+_DECIDES = pytest.MonkeyPatch()
+
+
+def _leave_decisions_to_rank_0(scheduler: Any) -> None:
+    """From now on rank 1 fails where it merges candidates, builds a tree or draws."""
+    from overstory.workers.ddtree import draft, sampler, worker
+
+    if scheduler.draft_worker._group.decides:
+        return
+
+    def never(*_arguments: Any, **_named: Any) -> Any:
+        raise AssertionError("rank 1 decides by itself")
+
+    for module, name in (
+        (draft, "merge_candidates"),
+        (draft, "tree_build"),
+        (worker, "draw"),
+        (sampler, "draw"),
+    ):
+        _DECIDES.setattr(module, name, never)
+
+
+def _as_before(_scheduler: Any) -> None:
+    _DECIDES.undo()
+
+
+def test_rank_0_alone_decides(engine_tp2: Engine, pair: tuple[str, str]) -> None:
+    """Ranks that compute alike on a CPU may differ by rounding on GPUs, and then deadlock."""
+    two = engine_tp2(**server_args(pair[1]))
+    prompts, params = _requests(12)
+    wanted = run_under(two, "plain", prompts, params)
+    two.at_boundary(_leave_decisions_to_rank_0)
+    for name in ("plain", "chain", "tree-15"):
+        assert run_under(two, name, prompts, params) == wanted
+    two.at_boundary(_as_before)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("overlap", [False, True])
 def test_two_ranks_under_all_policies(
