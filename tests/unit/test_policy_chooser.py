@@ -26,6 +26,7 @@ from overstory.workers.policy.chooser import (
     shape_of,
     spare_opted_out,
 )
+from overstory.workers.policy.evidence import Walk
 from overstory.workers.policy.options import CHAIN, PLAIN
 from overstory.workers.policy.steering import Steering
 from overstory.workers.tree_policy import parse_policy
@@ -75,6 +76,8 @@ def test_a_spared_request_accepts_nothing_and_others_all_the_same() -> None:
                 assert after.lengths[b] == 0
                 assert after.bonus[b] == targets[b, 0]
                 assert cut.sizes[b] == 1
+                assert cut.depths[b].max() == 0, "counters would take it for offered"
+                assert cut.parents[b].max() == cut.ranks[b].max() == -1
             else:
                 assert after.tokens[b].equal(before.tokens[b])
 
@@ -149,15 +152,38 @@ def test_some_requests_of_a_large_batch_are_observed() -> None:
     bs = 3 * OBSERVED
     kinds: list[int | None] = [0] * bs
     kinds[0] = None
-    rows = torch.tensor([[0, 1, -1]] * bs)
-    column = torch.tensor([[-1, 0, 1]] * bs)
-    ranks = torch.tensor([[-1, 0, 0]] * bs)
-    outcome = StepOutcome(steering, kinds, False, column, ranks, torch.full((bs,), 3), rows)
+    parents, ranks, size, path = [-1, 0, 1], [-1, 0, 0], 3, [0, 1, -1]
+    told = torch.tensor([[*parents, *ranks, size, *path]] * bs)
+    outcome = StepOutcome(steering, kinds, False, size, told)
     outcome.judge([True] * bs)
     assert steering.report()["greedy"]["seen"] == OBSERVED
     outcome.judge([i < 2 for i in range(bs)])  # one of the two wants no draft
     assert steering.report()["greedy"]["seen"] == OBSERVED + 1
     assert steering.report()["greedy"]["spine"] == [1.0, 0.0]
+
+
+def test_an_outcome_tells_the_walks_of_its_step() -> None:
+    """Trees of other sizes in one batch, as the step had them."""
+    one = StepChooser(OPTIONS, FakeRanks().of(0), False)
+    one.start(table_of(), 0.0)
+    at_hand = batch(req(), req())
+    tree_policy.HOLDER.set_current(parse_policy("auto"))
+    policy, _ = one.next(at_hand)
+    tree = random_tree(random.Random(4), 2, 9, 6)
+    accepted = tree_accept(tree, tree.tokens, 8)
+    outcome = one.outcome(at_hand, policy, tree, accepted)
+    assert outcome is not None
+    assert one._auto is not None
+    assert one._auto.steering is not None
+    seen: list[Walk] = []
+    one._auto.steering.observe = lambda _kind, walk: seen.append(walk)  # type: ignore[method-assign]
+    outcome.judge([True, True])
+    for b, walk in enumerate(seen):
+        assert walk.parents == tree.parents[b].tolist()
+        assert walk.ranks == tree.ranks[b].tolist()
+        assert walk.size == int(tree.sizes[b])
+        assert walk.path == [row for row in accepted.rows[b, 1:].tolist() if row >= 0]
+    assert len(seen) == 2
 
 
 def test_probes_last_as_long_as_they_should(monkeypatch: pytest.MonkeyPatch) -> None:
