@@ -291,6 +291,22 @@ def test_every_query_is_of_metrics_that_there_are(query: str) -> None:
         assert used <= {*metric.labels, "deployment", "ray_io_cluster"}, name
 
 
+def test_every_outcome_in_a_query_is_one_that_requests_end_with() -> None:
+    asked = {
+        outcome
+        for query in _queries()
+        for group in re.findall(r'outcome!?=~?"([^"]*)"', query)
+        for outcome in group.split("|")
+    }
+    assert len(asked) >= 6
+    sources = [
+        path.read_text()
+        for path in (ROOT / "orchestrator").glob("*.py")
+        if path.stem not in ("dashboards", "metric_table")
+    ]
+    assert [one for one in asked if not any(f'"{one}"' in text for text in sources)] == []
+
+
 def test_every_metric_has_a_panel_and_every_panel_a_place() -> None:
     shown = set().union(*map(_names, _queries()))
     for metric in METRICS.values():
