@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 from overstory.orchestrator.controller_actor import find_controller
 from overstory.orchestrator.handoff import BRING_S, Text
@@ -23,6 +23,7 @@ COMING_S = 3.0
 STAY_S = 8.0
 """Longest stay. With `replica_board.DRAIN_S` less than Serve's limit for a graceful end."""
 _LOOK_S = 0.1
+_ANSWER_S = 2.0
 
 
 class ReplicaHandOff:
@@ -82,8 +83,10 @@ class ReplicaHandOff:
         while self._on and time.monotonic() < deadline:
             coming = time.monotonic() - self._left_at < COMING_S
             try:
-                holding = ray.get(call(self._rank_0, CONTROL, "peer", "holding"), timeout=2.0)
-            except (RayError, TimeoutError):
+                holding = ray.get(call(self._rank_0, CONTROL, "peer", "holding"), timeout=_ANSWER_S)
+            except GetTimeoutError:
+                continue  # A machine with too much to do; it may hold all the same.
+            except RayError:
                 return
             if not coming and not holding:
                 return

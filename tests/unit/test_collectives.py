@@ -3,10 +3,13 @@ who dies, and leave nothing behind."""
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import signal
 import socket
+import sys
+import termios
 import threading
 import time
 
@@ -240,25 +243,33 @@ def test_an_init_of_nccl_that_comes_too_late_is_given_back(
         line.close()
 
 
-def test_half_a_message_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("patient", [True, False])
+def test_half_a_message_holds_nobody_up(monkeypatch: pytest.MonkeyPatch, patient: bool) -> None:
     """A rank that stalls in the middle of a word is lost, and to close waits for nobody."""
-    monkeypatch.setattr(meeting, "_SAY_S", 0.5)
-    for patient in (True, False):
-        door = Door()
-        where = json.loads(door.ticket)
-        stranger = socket.create_connection((where["host"], where["port"]))
+    monkeypatch.setattr(meeting, "_SAY_S", 0.5 if patient else 60.0)
+    door = Door()
+    where = json.loads(door.ticket)
+    with socket.create_connection((where["host"], where["port"])) as other:
         hello = {"name": "half", "rank": 1, "size": 2, "token": where["token"], "gives": None}
-        meeting._send(stranger, hello)
+        meeting._send(other, hello)
         line = door.gather(Seat("half", 0, 2), 5.0, lambda _: None)
-        stranger.sendall(b"\x99\x00\x00\x00{")
+        other.sendall(b"\x99\x00\x00\x00{")
         if patient:
             lost = line.await_loss(AWAY_S)
             assert lost is not None
             assert lost.rank == 1
+        deadline = time.monotonic() + AWAY_S
+        while _unread(line._peers[1]):
+            assert time.monotonic() < deadline, "nobody has begun to read"
+            time.sleep(0.005)
         begun = time.monotonic()
         line.close()
-        assert time.monotonic() - begun < 0.4
-        stranger.close()
+        assert time.monotonic() - begun < AWAY_S
+
+
+def _unread(peer: socket.socket) -> int:
+    """Bytes that have come and were not read yet."""
+    return int.from_bytes(fcntl.ioctl(peer, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def test_a_stranger_who_says_something_else_keeps_nobody_out() -> None:

@@ -1,0 +1,128 @@
+"""A replica's part in the hand-off: nothing that happens to it harms a request, and a replica that
+goes stays as long as somebody fetches from it."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+
+from overstory.orchestrator import replica_handoff
+from overstory.orchestrator.handoff import NotMoved, Text
+from overstory.orchestrator.journal import GenerateCall
+from overstory.orchestrator.replica_handoff import ReplicaHandOff
+from overstory.orchestrator.sampling import Sampling
+
+SAMPLING = Sampling(seed=0, max_new_tokens=5)
+
+
+class Controller:
+    """Answers a hand-off as it is told; notes what was asked."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer, self.asked = answer, []
+        self.hand_off = SimpleNamespace(remote=self._hand_off)
+
+    async def _hand_off(self, *words: Any) -> int:
+        self.asked.append(words)
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        if self.answer is None:
+            await asyncio.Event().wait()
+        return self.answer
+
+
+def call_of(length: int, kv_at: tuple[str, str] | None) -> GenerateCall:
+    return GenerateCall("r.1", tuple(range(length)), SAMPLING, kv_at=kv_at)
+
+
+def bring(
+    monkeypatch: pytest.MonkeyPatch,
+    answer: Any,
+    length: int = 50,
+    kv_at: tuple[str, str] | None = ("old", "r"),
+    on: bool = True,
+) -> list[Any]:
+    """What the controller was asked; raises what the request would see."""
+    controller = Controller(answer)
+    found = None if answer == "nobody" else controller
+    monkeypatch.setattr(replica_handoff, "find_controller", lambda _: found)
+    monkeypatch.setattr(replica_handoff, "BRING_S", 0.05)
+    asyncio.run(ReplicaHandOff("d", "new", on, 40, None).bring(call_of(length, kv_at)))
+    return controller.asked
+
+
+def test_a_sequence_that_moves_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bring(monkeypatch, 49) == [("old", "new", Text("r", tuple(range(50))))]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [NotMoved("no room"), RayActorError(), RuntimeError(), None, "nobody"],
+    ids=["refused", "controller lost", "error", "no answer", "no controller"],
+)
+def test_nothing_that_fails_harms_the_request(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+    bring(monkeypatch, answer)
+
+
+def test_only_long_ones_that_come_from_somewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bring(monkeypatch, 1, length=39) == []
+    assert bring(monkeypatch, 1, kv_at=None) == []
+    assert bring(monkeypatch, 1, on=False) == []
+
+
+def test_a_client_that_has_gone_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = Controller(None)
+    monkeypatch.setattr(replica_handoff, "find_controller", lambda _: controller)
+
+    async def gone() -> None:
+        part = ReplicaHandOff("d", "new", True, 40, None)
+        task = asyncio.ensure_future(part.bring(call_of(50, ("old", "r"))))
+        while not controller.asked:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(gone())
+
+
+@pytest.mark.parametrize(
+    ("answers", "looks"),
+    [
+        ([2, 1, 0], 3),
+        ([GetTimeoutError("late"), 1, GetTimeoutError("late"), 0], 4),
+        ([1, RayActorError()], 2),
+        ([0], 1),
+    ],
+    ids=["until all is let go", "a late answer is none", "a rank that is gone", "nothing held"],
+)
+def test_it_stays_while_somebody_fetches(
+    monkeypatch: pytest.MonkeyPatch, answers: list[Any], looks: int
+) -> None:
+    said = iter(answers)
+    seen = []
+
+    def get(_: Any, timeout: float) -> int:
+        seen.append(timeout)
+        answer = next(said)
+        if isinstance(answer, Exception):
+            raise answer
+        return int(answer)
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(replica_handoff, "call", lambda *_: None)
+    monkeypatch.setattr(replica_handoff, "_LOOK_S", 0.0)
+    ReplicaHandOff("d", "old", True, 40, None).stay()
+    assert len(seen) == looks
+
+
+def test_it_does_not_stay_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "get", lambda *_, **__: 1)
+    monkeypatch.setattr(replica_handoff, "call", lambda *_: None)
+    monkeypatch.setattr(replica_handoff, "STAY_S", 0.2)
+    ReplicaHandOff("d", "old", True, 40, None).stay()
