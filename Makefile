@@ -35,9 +35,9 @@ $(STAMP):
 	@touch $@
 
 ## make demo       deploy the built-in model here (on a GPU where there is one; DEVICE=cpu, cuda), stream
-##                 a completion, show what speculation gains
+##                 a completion, show what speculation gains (SET="gateway.port=8080 ..." changes settings)
 demo: env
-	$(BIN)/python -m overstory.orchestrator.demo $(DEPLOYMENT) --device $(DEVICE)
+	$(BIN)/python -m overstory.orchestrator.demo $(DEPLOYMENT) --device $(DEVICE) $(addprefix --set ,$(SET))
 
 ## make down       take the demo's deployment away
 down: env

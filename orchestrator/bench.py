@@ -177,7 +177,7 @@ def run_bench(
     with connected(name) as record:
         if not settings.modes:
             tree = record.spec["tree"]
-            modes = default_modes(tree["budget"], tree["policy"] == "auto")
+            modes = default_modes(tree["budget"], tree["policy"] == "auto", tree["spine_first"])
             settings = replace(settings, modes=modes)
         with _progress(settings) as say:
             samples = measure(record, settings, say)

@@ -89,14 +89,15 @@ def parse_settings(
     )
 
 
-def default_modes(budget: int, automatic: bool) -> tuple[str, ...]:
-    """What a deployment can be measured under: plain, chain, trees up to its `tree.budget`, and
-    `auto` where it was started with it (`tree.policy: auto`)."""
+def default_modes(budget: int, automatic: bool, spine_first: bool) -> tuple[str, ...]:
+    """What a deployment can be measured under: plain, chain, trees of its kind up to its
+    `tree.budget`, and `auto` where it was started with it (`tree.policy: auto`)."""
     if not budget:
         return ("plain",)
     trees = sorted({size for size in _TREES if size < budget} | {budget})
     auto = ("auto",) if automatic else ()
-    return ("plain", "chain", *(f"tree-{size}" for size in trees), *auto)
+    kind = "spine" if spine_first else "tree"
+    return ("plain", "chain", *(f"{kind}-{size}" for size in trees), *auto)
 
 
 @dataclass(frozen=True)

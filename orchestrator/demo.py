@@ -5,6 +5,7 @@ What it prints is measured in this very run; the endpoint stays up.
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from overstory.orchestrator.bench import measure
@@ -46,12 +47,12 @@ def chosen_device(wanted: str, gpus: int) -> str:
     return wanted
 
 
-def _spec(file: Path, wanted: str) -> DeploymentSpec:
+def _spec(file: Path, wanted: str, overrides: Sequence[str]) -> DeploymentSpec:
     device = chosen_device(wanted, len(local_gpu_memory()))
     if device == "cpu":
-        return load_spec(file)
+        return load_spec(file, overrides)
     print("One rank on this machine's GPU, with CUDA graphs (DEVICE=cpu takes the CPU).")
-    return load_spec(file, _ON_ONE_GPU)
+    return load_spec(file, (*_ON_ONE_GPU, *overrides))
 
 
 def _show_gain(record: DeploymentRecord, started_with: Policy) -> None:
@@ -97,13 +98,13 @@ def _present(record: DeploymentRecord, policy: Policy, seconds: float) -> None:
     )
 
 
-def demo(file: Path, device: str) -> None:
-    """Deploy, complete, measure.
+def demo(file: Path, device: str, overrides: Sequence[str] = ()) -> None:
+    """Deploy, complete, measure. `overrides` go over the file's settings, `KEY=VALUE`.
 
     Raises:
         UserFault: something of it could not be done, or it was interrupted once it was up.
     """
-    spec = _spec(file, device)
+    spec = _spec(file, device, overrides)
     policy = check_models(spec).rule
     progress = Progress(sys.stdout)
     record = deploy(spec, progress, DEPLOY_TIMEOUT_S)
@@ -120,10 +121,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     given = parser.parse_args()
     end_tidily()
     try:
-        demo(given.file, given.device)
+        demo(given.file, given.device, given.set)
     except UserFault as fault:
         sys.exit(f"error: {fault}")
     except KeyboardInterrupt:  # While a Ray was looked for or started: that is taken away again.

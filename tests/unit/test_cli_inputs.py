@@ -181,7 +181,9 @@ def test_keys_are_refused_like_everything_else(tmp_path: Path) -> None:
 def test_a_benchmark_takes_what_the_deployment_was_started_for(
     budget: int, automatic: bool, modes: str
 ) -> None:
-    assert " ".join(default_modes(budget, automatic)) == modes
+    assert " ".join(default_modes(budget, automatic, False)) == modes
+    spined = modes.replace("tree", "spine")
+    assert " ".join(default_modes(budget, automatic, True)) == spined
 
 
 @pytest.mark.usefixtures("_deployed")
@@ -193,7 +195,7 @@ def test_modes_come_from_the_deployment_and_the_table_before_the_files(
 
     from overstory.orchestrator import bench
 
-    spec = {"tree": {"budget": 15, "policy": "auto"}}
+    spec = {"tree": {"budget": 15, "policy": "auto", "spine_first": False}}
     record = SimpleNamespace(name="tiny", spec=spec)
     seen: list[BenchSettings] = []
     monkeypatch.setattr(bench, "connected", lambda _: nullcontext(record))

@@ -13,7 +13,6 @@ import pytest
 from overstory.orchestrator import demo
 from overstory.orchestrator.engine_flags import resolve_engine
 from overstory.orchestrator.errors import UserFault
-from overstory.orchestrator.spec import load_spec
 
 FILE = Path(__file__).parents[2] / "clusters/local/deployment.yaml"
 ENDPOINT = "http://127.0.0.1:8000"
@@ -24,14 +23,10 @@ class _Stage:
 
     def __init__(self) -> None:
         self.modes: list[tuple[str, ...]] = []
-        self.overrides: tuple[str, ...] = ()
         self.generate_ends: BaseException | None = None
 
     def deploy(self, spec: Any, *_: Any) -> Any:
         return SimpleNamespace(name=spec.name, endpoint=ENDPOINT)
-
-    def load_spec(self, file: Path, overrides: tuple[str, ...] = ()) -> Any:
-        return load_spec(file, (*overrides, *self.overrides))
 
     def generate(self, *_: Any, **__: Any) -> None:
         if self.generate_ends is not None:
@@ -51,7 +46,7 @@ class _Stage:
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> _Stage:
     stage = _Stage()
-    for name in ("deploy", "load_spec", "generate", "measure", "summarise", "connected"):
+    for name in ("deploy", "generate", "measure", "summarise", "connected"):
         monkeypatch.setattr(demo, name, getattr(stage, name))
     monkeypatch.setattr(demo, "render_rows", str)
     monkeypatch.setattr(demo, "local_gpu_memory", list)
@@ -77,8 +72,7 @@ def terminated() -> Iterator[None]:
 def test_the_policy_that_it_starts_with_is_compared(
     stage: _Stage, overrides: tuple[str, ...], policy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stage.overrides = overrides
-    demo.demo(FILE, "cpu")
+    demo.demo(FILE, "cpu", overrides)
     assert stage.modes == [("plain", policy)]
     assert f"With {policy} a forward" in capsys.readouterr().out
 
@@ -87,8 +81,7 @@ def test_the_policy_that_it_starts_with_is_compared(
 def test_without_speculation_there_is_nothing_to_compare(
     stage: _Stage, overrides: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stage.overrides = overrides
-    demo.demo(FILE, "cpu")
+    demo.demo(FILE, "cpu", overrides)
     assert stage.modes == []
     assert "Nothing to compare" in capsys.readouterr().out
 
@@ -124,6 +117,23 @@ def test_a_gpu_is_taken_where_there_is_one(
 def test_a_gpu_that_is_not_there_is_an_error(stage: _Stage) -> None:
     with pytest.raises(UserFault, match="DEVICE=auto"):
         demo.demo(FILE, "cuda")
+
+
+@pytest.mark.usefixtures("terminated")
+@pytest.mark.parametrize("gpus", [[], [80e9]])
+def test_settings_may_be_changed_for_one_run(
+    stage: _Stage, monkeypatch: pytest.MonkeyPatch, gpus: list[float]
+) -> None:
+    deployed = []
+    monkeypatch.setattr(demo, "local_gpu_memory", lambda: gpus)
+    monkeypatch.setattr(
+        demo, "deploy", lambda spec, *_: deployed.append(spec) or stage.deploy(spec)
+    )
+    changes = ["--set", "gateway.port=8080", "--set", "engine.max_running_requests=4"]
+    monkeypatch.setattr(sys, "argv", ["demo", str(FILE), *changes])
+    demo.main()
+    (spec,) = deployed
+    assert (spec.gateway.port, spec.engine["max_running_requests"]) == (8080, 4)
 
 
 @pytest.mark.usefixtures("terminated")
