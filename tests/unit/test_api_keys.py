@@ -116,6 +116,9 @@ def test_only_keys_open_the_endpoint() -> None:
         for headers in ({"authorization": f"Bearer {user}"}, {"x-api-key": user}):
             assert (await client.post("/v1/completions", json=BODY, headers=headers)).is_success
             refused = await client.get("/admin/status", headers=headers)
+            assert (
+                await client.get("/metrics", headers=headers)
+            ).status_code == refused.status_code
             assert refused.status_code == 403
             assert user not in refused.text
         for path in ("/health", "/ready", "/openapi.json"):

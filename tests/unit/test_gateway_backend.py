@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.serve.exceptions import RayServeException
 
 from overstory.orchestrator import gateway as gateway_module
 from overstory.orchestrator.backend import ReplicaLeaving, ReplicaLost, TokenChunk
@@ -16,6 +17,7 @@ from overstory.orchestrator.journal import GenerateCall, JournalEntry
 from overstory.orchestrator.replica_board import ReplicaBoard
 from overstory.orchestrator.resume import Carrier, ResumeLimits
 from overstory.orchestrator.sampling import Sampling
+from overstory.orchestrator.token_line import LineLost
 from overstory.orchestrator.token_sink import TokenSink
 from overstory.orchestrator.token_wire import Frame
 
@@ -137,6 +139,26 @@ def test_chunks_that_serve_carries_are_as_good(short_flush: None) -> None:
 
     ids, moves, _ = carried(script)
     assert (ids, moves) == (list(TEXT), [])
+
+
+@pytest.mark.parametrize(
+    ("error", "usable"),
+    [(LineLost("the line broke"), True), (RayServeException("odd"), False), (DEAD, False)],
+)
+def test_a_replica_is_shunned_for_what_ails_it_alone(error: Exception, usable: bool) -> None:
+    boards: list[ReplicaBoard] = []
+    seen: list[bool] = []
+
+    async def script(number: int, came: Any, frames: list[Frame]) -> AsyncGenerator[Any, None]:
+        if not number:
+            raise error
+        seen.append(boards[0].usable("replica-0"))
+        await whole(came, frames)
+        return
+        yield
+
+    ids, moves, _ = carried(script, then=boards.append)
+    assert (ids, moves, seen) == (list(TEXT), ["lost"], [usable])
 
 
 def test_errors_are_told_apart_and_a_dead_replica_is_shunned() -> None:

@@ -269,9 +269,15 @@ def test_a_head_that_does_not_come_is_given_up() -> None:
     async def story(_: Routes, __: HttpServer, port: int) -> None:
         for begun in (b"G", HEAD):
             assert refusal(await said(port, begun)) == (408, "request_too_slow")
-        assert await said(port) == b"", "nothing was asked"
 
-    play(story, head_s=0.05, idle_s=0.05)
+    play(story, head_s=0.05, idle_s=60)
+
+
+def test_a_connection_that_asks_nothing_is_closed() -> None:
+    async def story(_: Routes, __: HttpServer, port: int) -> None:
+        assert await said(port) == b""
+
+    play(story, head_s=60, idle_s=0.05)
 
 
 def test_empty_lines_between_requests_keep_no_connection() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from overstory.orchestrator import openai_responses
 from overstory.orchestrator.admission import Admission
 from overstory.orchestrator.answer_parsers import ParserSettings
 from overstory.orchestrator.backend import (
@@ -23,6 +24,7 @@ from overstory.orchestrator.generation_config import sampling_defaults
 from overstory.orchestrator.journal import GenerateCall
 from overstory.orchestrator.openai_errors import ApiError
 from overstory.orchestrator.openai_protocol import CompletionRequest
+from overstory.orchestrator.openai_responses import LoggedToken
 from overstory.orchestrator.readiness import Readiness
 from overstory.orchestrator.service import EndpointService, ServiceLimits
 from overstory.orchestrator.token_text import TokenText
@@ -388,6 +390,18 @@ def test_log_probabilities_of_a_completion() -> None:
         assert [call.logprobs for call in world.backend.calls] == [2, 1, 0, None, None, None]
 
     play(story, backend=ScriptedBackend("abc", 2))
+
+
+@pytest.mark.parametrize(("own", "shown"), [("a", -3.0), ("b", -1.0)])
+def test_of_alternatives_with_one_text_the_token_itself_counts_or_the_best(
+    own: str, shown: float
+) -> None:
+    a, b = TokenText("a", b"a"), TokenText("b", b"b")
+    token = LoggedToken(
+        {"a": a, "b": b}[own], -3.0, ((a, -1.0), (b, -3.0), (a, -5.0), (b, -7.0)), 0
+    )
+    (logged,) = openai_responses._text_logprobs([token])["top_logprobs"]  # type: ignore[index]
+    assert logged == {"a": shown, "b": -3.0}
 
 
 def test_log_probabilities_of_a_chat() -> None:
