@@ -3,11 +3,14 @@ come to close what is of no more use."""
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import multiprocessing
 import os
 import random
 import signal
+import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -233,7 +236,16 @@ def test_closing_waits_for_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         giving.open("c", "tcp", None, SOON_S, 60.0, PIECE)
         assert ours.poll(SOON_S)
-        until(lambda: giving._open["c"][0]._using.locked(), "the giver to send")
+        link = giving._open["c"][0]._communicator._links[1]  # type: ignore[attr-defined]
+        queued = [0]
+
+        def stuck() -> bool:
+            queued.append(
+                int.from_bytes(fcntl.ioctl(link, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+            )
+            return queued[-1] > 0 and len(set(queued[-25:])) == 1
+
+        until(stuck, "the giver to wait for its peer")
         begun = time.monotonic()
         giving.close("c")
         assert time.monotonic() - begun < 5

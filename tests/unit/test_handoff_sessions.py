@@ -54,7 +54,8 @@ class World:
         self.log.append(f"{what} {replica} {rank}")
         if what == "open":
             ticket = rest[2]
-            assert ticket == (None if replica == "old" else f"{rest[0]}/{rank}".encode())
+            gives = rest[0].startswith(f"kv-{replica}-")
+            assert ticket == (None if gives else f"{rest[0]}/{rank}".encode())
             self.open.add((replica, rank))
         else:
             self.open.discard((replica, rank))
@@ -78,7 +79,7 @@ class World:
         return {"running": [], "lengths": lengths, "row_bytes": ROW}
 
     def _take(self, rank: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        assert len(self.open) == 4, "all ranks have met"
+        assert len(self.open) >= 4, "all ranks have met"
         texts = arguments["texts"]
         assert [len(text) for text in texts] == self.held[arguments["key"]]
         reason = self.fail.get(f"kv_take {rank}", "")
@@ -235,6 +236,42 @@ def test_a_boundary_takes_about_as_long_on_any_link() -> None:
     assert after(64 << 20, (1_000_000, 1.0)) == FEWEST_BYTES
     assert after(64 << 20, (64 << 20, 0.0003)) == MOST_BYTES
     assert after(64 << 20, (0, 0.0)) == 64 << 20, "nothing came: nothing is known"
+
+
+def test_two_hand_offs_at_once() -> None:
+    """To one replica, from two: each has its own communicator and lets go of its own."""
+    world = World()
+    world.replicas["older"] = 2
+    handoffs = HandOffs(world)
+
+    async def both() -> list[int]:
+        moves = (handoffs.move(giver, "new", text("b")) for giver in ("old", "older"))
+        return await asyncio.gather(*moves)
+
+    assert run(world, both(), handoffs) == [40, 40]
+    assert (world.held, world.open) == ({}, set())
+    assert {line for line in world.log if line.startswith("kv_let_go")} == {
+        "kv_let_go old",
+        "kv_let_go older",
+    }
+
+
+def test_a_request_that_is_aborted_meanwhile_keeps_nothing() -> None:
+    """Its KV may come all the same; the one beside it is not touched."""
+    world = World()
+    handoffs = HandOffs(world)
+
+    async def one_goes() -> list[Any]:
+        moves = [asyncio.ensure_future(handoffs.move("old", "new", text(r))) for r in ("a", "b")]
+        while "kv_take new" not in world.log:
+            await asyncio.sleep(0)
+        moves[0].cancel()
+        return await asyncio.gather(*moves, return_exceptions=True)
+
+    gone, other = run(world, one_goes(), handoffs)
+    assert isinstance(gone, asyncio.CancelledError)
+    assert other == 40
+    assert (world.held, world.open) == ({}, set())
 
 
 def test_a_replica_that_is_gone_or_of_another_size() -> None:
