@@ -80,7 +80,7 @@ ASKED: list[dict[str, Any]] = [
     HOT | {"regex": REGEX, "frequency_penalty": 1.0},
     HOT | {"json_schema": SCHEMA},
     GREEDY | {"json_schema": SCHEMA, "logit_bias": {"77": 1.0}},
-    HOT | {"ebnf": EBNF},
+    HOT | {"ebnf": EBNF, "ignore_eos": True},
     GREEDY | {"structural_tag": _forced_call(), "max_new_tokens": 100},
     HOT | {"structural_tag": _forced_call(), "max_new_tokens": 100},
     GREEDY,

@@ -15,6 +15,7 @@ from overstory.kernels.reference import (
     tree_accept,
     tree_build,
 )
+from overstory.workers.ddtree.commit import extend_by_paths, extend_by_rows
 from overstory.workers.ddtree.device_trees import chain_rows, path_moves
 from overstory.workers.ddtree.graph_tiers import GraphTiers, tier_rows
 from overstory.workers.seam.cuda_slots import SlotLists
@@ -42,6 +43,58 @@ def test_moves_are_those_of_the_reference(seed: int) -> None:
     wanted = compaction_moves(slots, accepted)
     assert torch.equal(source[moved], wanted[0])
     assert torch.equal(destination[moved], wanted[1])
+
+
+class _DrafterKv:
+    """Stands for SGLang's worker: which hidden state went to which slot, at which position."""
+
+    def __init__(self) -> None:
+        self.written: dict[int, tuple[int, int]] = {}
+
+    def _append_target_hidden_to_draft_kv_by_loc(
+        self,
+        target_hidden: torch.Tensor,
+        cache_loc: torch.Tensor,
+        positions: torch.Tensor,
+        cache_loc_2d: torch.Tensor | None = None,
+        commit_lens: torch.Tensor | None = None,
+    ) -> None:
+        kept = torch.ones_like(cache_loc, dtype=torch.bool)
+        if commit_lens is not None:
+            assert cache_loc_2d is not None
+            assert cache_loc_2d.is_contiguous()
+            assert torch.equal(cache_loc_2d.view(-1), cache_loc)
+            assert commit_lens.dtype == torch.int32
+            columns = torch.arange(cache_loc_2d.shape[1])
+            kept = (columns < commit_lens.unsqueeze(1)).view(-1)
+        rows = zip(cache_loc, target_hidden[:, 0], positions, kept, strict=True)
+        for slot, hidden, position, is_kept in rows:
+            if is_kept:
+                assert int(slot) not in self.written, "a slot is written twice"
+                self.written[int(slot)] = int(hidden), int(position)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_drafter_gets_the_path_and_nothing_else(seed: int) -> None:
+    """On a GPU no length is read; on a CPU the path's rows alone are computed."""
+    torch.manual_seed(seed)
+    tree = _random_tree()
+    bs, n = tree.tokens.shape
+    slots = torch.randperm(1000)[: bs * n].view(bs, n)
+    accepted = _walk_of(tree, seed)
+    lengths, last = torch.randint(1, 60, (bs,)), 50
+    hidden = torch.arange(bs * n).unsqueeze(1)
+    wanted = {
+        int(slots[b, depth]): (b * n + row, min(int(lengths[b]) + depth, last))
+        for b in range(bs)
+        for depth, row in enumerate(accepted.rows[b].tolist())
+        if row >= 0
+    }
+    assert len(wanted) == int((accepted.lengths + 1).sum())
+    for extend in (extend_by_rows, extend_by_paths):
+        drafter = _DrafterKv()
+        extend(drafter, hidden, accepted, slots, lengths, last)
+        assert drafter.written == wanted, extend.__name__
 
 
 def test_slots_are_listed_request_after_request() -> None:

@@ -8,7 +8,18 @@ import random
 from collections.abc import Callable
 
 import pytest
-from policy_world import COSTS, NUMBERS, OPTIONS, SYNC, World, fixed_rate, run, table_of, tree_of
+from policy_world import (
+    COSTS,
+    DEPTH,
+    NUMBERS,
+    OPTIONS,
+    SYNC,
+    World,
+    fixed_rate,
+    run,
+    table_of,
+    tree_of,
+)
 
 from overstory.workers.policy.beliefs import GREEDY, ONE, SAMPLED
 from overstory.workers.policy.compared import BESIDE, KEPT, LEAST, Compared
@@ -45,6 +56,13 @@ def test_trees_of_a_budget_are_beginnings_of_larger_ones() -> None:
             rows = 1 + OPTIONS.nodes[option]
             assert tree_of(option, mood).parents.equal(whole.parents[:, :rows])
             assert tree_of(option, mood).tokens.equal(whole.tokens[:, :rows])
+
+
+def test_a_chain_says_nothing_of_places_in_a_tree() -> None:
+    evidence = KindEvidence(OPTIONS)
+    evidence.add(Walk([-1, *range(DEPTH)], [-1] + [0] * DEPTH, [1, 2, 3], 1 + DEPTH, chain=True))
+    assert [band.seen for band in evidence.bands] == [0] * len(OPTIONS.bands)
+    assert [share.seen for share in evidence.spine] == [1, 1, 1, 1]
 
 
 def test_spine_and_others_apart_by_depth_and_rank() -> None:

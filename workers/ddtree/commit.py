@@ -70,9 +70,20 @@ def extend_drafter(
         seq_lens: [bs] committed lengths before this step.
         last_position: last position of the context.
     """
-    if not slots.is_cuda:
-        _extend_by_rows(worker, hidden, accepted, slots, seq_lens, last_position)
-        return
+    extend = extend_by_paths if slots.is_cuda else extend_by_rows
+    extend(worker, hidden, accepted, slots, seq_lens, last_position)
+
+
+def extend_by_paths(
+    worker: Any,
+    hidden: torch.Tensor,
+    accepted: Accepted,
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    last_position: int,
+) -> None:
+    """As `extend_drafter`, computing as many rows of each request as its path may have: none of
+    the lengths is read."""
     bs, n = slots.shape
     width = accepted.rows.shape[1]
     first_row = torch.arange(bs, device=slots.device).unsqueeze(1) * n
@@ -89,7 +100,7 @@ def extend_drafter(
     )
 
 
-def _extend_by_rows(
+def extend_by_rows(
     worker: Any,
     hidden: torch.Tensor,
     accepted: Accepted,
