@@ -72,8 +72,16 @@ def test_every_number_has_bounds() -> None:
     assert len(_options("N", "NUMBER")) > 25
 
 
-@pytest.mark.parametrize(("path", "option"), _options("N", "NUMBER"))
-@pytest.mark.parametrize("given", ["-1", "nan"])
+@pytest.mark.parametrize(
+    ("path", "option", "given"),
+    [
+        *((*one, "-1") for one in _options("N")),
+        *((*one, "nan") for one in _options("NUMBER")),
+        (("plan",), "--gpus", "x"),
+        (("plan",), "--memory-gib", "-1"),
+        (("status",), "--every", "inf"),
+    ],
+)
 def test_a_number_out_of_bounds_is_told(path: tuple[str, ...], option: str, given: str) -> None:
     done = RUN.invoke(app, [*path, option, given])
     assert done.exit_code == 2, done.output
