@@ -101,8 +101,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """httptools."""
         self._in_head, self._head_bytes = True, 0
-        self._stop_head_timer()
-        self._await_head(self._limits.head_s)
+        self._stop_head_timer()  # That of the connection's first byte.
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:

@@ -273,6 +273,20 @@ def test_a_head_that_does_not_come_is_given_up() -> None:
     play(story, head_s=0.05, idle_s=60)
 
 
+def test_a_head_that_comes_early_has_time_until_the_answer_before_it_has_ended() -> None:
+    async def story(routes: Routes, _: HttpServer, port: int) -> None:
+        reader, writer = await post(port, "slow")
+        writer.write(b"GET / HT")
+        await routes.began.wait()
+        await asyncio.sleep(0.1)  # longer than a head may take
+        routes.go.set()
+        assert (await reply(reader))[1] == "done"
+        writer.write(b"TP/1.1\r\nHost: x\r\n\r\n")
+        assert (await reply(reader))[1] == "done"
+
+    play(story, head_s=0.05)
+
+
 def test_a_connection_that_asks_nothing_is_closed() -> None:
     async def story(_: Routes, __: HttpServer, port: int) -> None:
         assert await said(port) == b""
