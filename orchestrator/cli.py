@@ -184,9 +184,11 @@ def scale(
     """Change the number of replicas. Those that stay keep serving."""
     with _told():
         _known(name)
+        from overstory.orchestrator.interrupts import end_tidily
         from overstory.orchestrator.progress import Progress
         from overstory.orchestrator.scale import scale as run
 
+        end_tidily()
         run(name, replicas, Progress(sys.stderr), timeout)
 
 

@@ -29,7 +29,7 @@ def scale(name: str | None, replicas: int, progress: Progress, timeout_s: float)
     """Sets the number of replicas and waits until so many run.
 
     Raises:
-        ScaleError: not a number of replicas, or not reached in time.
+        ScaleError: not a number of replicas, not reached in time, or interrupted: Serve goes on.
         RestartError: the deployment is being changed already.
         PlanError: no room for the new ones.
     """
@@ -50,7 +50,12 @@ def scale(name: str | None, replicas: int, progress: Progress, timeout_s: float)
             ask_controller(record.name, "asked_for", replicas)
         serving.set_replicas(record.name, replicas)
         _remember(record, spec, replicas)
-        _await_replicas(record.name, replicas, spec.tp_size, progress, timeout_s)
+        try:
+            _await_replicas(record.name, replicas, spec.tp_size, progress, timeout_s)
+        except (KeyboardInterrupt, SystemExit) as interrupt:  # Ray turns SIGTERM into SystemExit.
+            raise ScaleError(
+                f"interrupted: Serve goes on to {replicas} replicas; `overstory status` shows them"
+            ) from interrupt
 
 
 def _refuse_after_a_stop(name: str) -> None:
@@ -83,6 +88,7 @@ def _await_replicas(
         if time.monotonic() > deadline:
             raise ScaleError(
                 f"not {replicas} running replicas within {timeout_s:.0f} s: {states or 'none'}; "
-                f"{app.message if app else 'Serve does not know the deployment'}"
+                f"{app.message if app else 'Serve does not know the deployment'}\nServe goes on; "
+                "`overstory status` shows them"
             )
         time.sleep(_POLL_S)

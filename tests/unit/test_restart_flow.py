@@ -363,6 +363,19 @@ def test_more_replicas_than_there_is_room_for_are_refused(world: World, spec) ->
     assert record().spec["replicas"] == 1
 
 
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), SystemExit(15)])
+def test_an_interrupted_scale_says_what_goes_on(world: World, end: BaseException) -> None:
+    def interrupt(_: float) -> None:
+        raise end
+
+    world.free_cpus, world.sleep = 1.0, interrupt  # type: ignore[method-assign]
+    world.set_replicas = lambda _, n: world.replicas.append(n)  # type: ignore[method-assign]
+    with pytest.raises(ScaleError, match=r"interrupted: Serve goes on to 3 replicas; `overstory"):
+        told(scale, 3)
+    assert world.replicas == [3]
+    assert record().spec["replicas"] == 3
+
+
 class Copy:
     """What stands in for a replica's class."""
 
