@@ -170,6 +170,21 @@ def test_a_giver_that_trickles_is_left_at_the_limit(monkeypatch: pytest.MonkeyPa
         ranks.close()
 
 
+def test_what_takes_longer_than_idling_may_is_not_idle(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seal = Conveyor._seal
+
+    def slow(self: Conveyor, staging: torch.Tensor, size: int) -> None:
+        time.sleep(0.01)
+        seal(self, staging, size)
+
+    monkeypatch.setattr(Conveyor, "_seal", slow)
+    monkeypatch.setattr(peers, "LOOK_S", 0.02)
+    name = ranks.meet(idle_s=0.1)
+    assert torch.equal(ranks.take(name), GIVEN)
+
+
 def test_pieces_of_other_sizes_are_refused(ranks: Ranks) -> None:
     name = ranks.meet()
     taker = ranks.taking.taker(name)
