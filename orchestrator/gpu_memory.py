@@ -162,10 +162,18 @@ def workspace_bytes(
     return layer_bytes(target, chunk, tp_size) + features + expanded
 
 
-def default_fraction(flags: Mapping[str, Any], gpu_bytes: float, multimodal: bool) -> float:
+def vision_factor(target: TargetFacts) -> float:
+    """What SGLang leaves of its own fraction to a model with a vision tower."""
+    if not target.vision_layers:
+        return 1.0
+    growth = target.vision_layers * target.vision_hidden**2 / (24 * 1024**2) - 1.0
+    return 0.95 * max(0.8, min(1.05, 1.0 - 0.1 * growth))
+
+
+def default_fraction(target: TargetFacts, flags: Mapping[str, Any], gpu_bytes: float) -> float:
     """SGLang's `mem_fraction_static` where the deployment sets none."""
     if gpu_bytes <= 0:
-        return 0.88
+        return 0.88 * vision_factor(target)
     gpu = gpu_bytes / MIB
     reserved = 512 + max(prefill_chunk(flags, gpu_bytes), 2048) * 1.5
     reserved += flags.get("tp_size", 1) / 8 * 1024
@@ -175,4 +183,4 @@ def default_fraction(flags: Mapping[str, Any], gpu_bytes: float, multimodal: boo
     if gpu > 60 * 1024:
         reserved = max(reserved, 10 * 1024)
     fraction = round((gpu - reserved) / gpu, 3)
-    return fraction * (0.95 if multimodal else 1.0)
+    return fraction * vision_factor(target)

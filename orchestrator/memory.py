@@ -296,7 +296,7 @@ def estimate_rank(
     weights += tables[0] + ROUNDING_OF_LAYER * target.num_layers
     draft += tables[1]
     fraction = flags.get("mem_fraction_static") or gpu_memory.default_fraction(
-        flags, gpu_bytes, multimodal=target.vision_elements > 0
+        target, flags, gpu_bytes
     )
     # SGLang divides what was free before the weights came.
     free = max(0.0, gpu_bytes - process)

@@ -51,6 +51,8 @@ class TargetFacts:
     """Weights of a multimodal model's vision tower and projector."""
     vision_attention: int = 0
     """Those of them that are the tower's attention."""
+    vision_layers: int = 0
+    vision_hidden: int = 0
 
     @property
     def moe_layers(self) -> int:
@@ -156,7 +158,8 @@ def target_from_config(path: str, config: Mapping[str, Any]) -> TargetFacts:
     read = _reader("model", path, config)
     layers = read("num_hidden_layers")
     experts = read("n_routed_experts", 0)
-    vision, vision_attention = _vision_elements(outer.get("vision_config") or {})
+    tower = outer.get("vision_config") or {}
+    vision, vision_attention = _vision_elements(tower)
     return TargetFacts(
         path=path,
         vocab_size=read("vocab_size"),
@@ -180,6 +183,8 @@ def target_from_config(path: str, config: Mapping[str, Any]) -> TargetFacts:
         experts_per_token=read("num_experts_per_tok", 0),
         vision_elements=vision,
         vision_attention=vision_attention,
+        vision_layers=tower.get("vt_num_hidden_layers", 0) if vision else 0,
+        vision_hidden=tower.get("vt_hidden_size", 0) if vision else 0,
     )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
+from overstory.orchestrator.gpu_memory import vision_factor
 from overstory.orchestrator.known_models import known_model
 from overstory.orchestrator.memory import kv_reserved_per_token
 from overstory.orchestrator.model_facts import (
@@ -42,3 +45,14 @@ def test_sglang_sizes_pools_of_our_algorithm_so() -> None:
 
     register()
     assert SpeculativeAlgorithm.from_string("DDTREE").is_dflash_family()
+
+
+def test_what_a_vision_tower_leaves_of_the_fraction() -> None:
+    from sglang.srt.configs.kimi_k25 import KimiK25VisionConfig
+    from sglang.srt.server_args import ServerArgs
+
+    target, _ = pair()
+    arguments = SimpleNamespace(mem_fraction_static=1.0)
+    config = SimpleNamespace(hf_config=SimpleNamespace(vision_config=KimiK25VisionConfig()))
+    ServerArgs.adjust_mem_fraction_for_vlm(arguments, config)
+    assert vision_factor(target) == pytest.approx(arguments.mem_fraction_static)
