@@ -2,7 +2,8 @@
 
 slice_counted.py SESSION_FOLDER
 
-Experts counted against rows, and the long prompt, from the slice.json of `rank_slice_session.sh`.
+Experts counted against rows, the automatic policy and the long prompt, from the slice.json of
+`rank_slice_session.sh`.
 """
 
 from __future__ import annotations
@@ -67,6 +68,18 @@ def long_prompt(role: Mapping[str, Any]) -> list[str]:
     return lines or ["nothing"]
 
 
+def automatic(found: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The automatic policy against the best fixed one, tokens a second, and what it took."""
+    head = ("drafter (simulated)", "batch", "context", "best fixed", "tokens/s", "auto", "of it")
+    lines = [_row([*head, "steps timed under auto"]), "|" + "---|" * (len(head) + 1)]
+    for row in found:
+        best, auto = row["rates"][row["best"]], row["rates"]["auto"]
+        took = ", ".join(f"{name} {count}" for name, count in row["used"].items())
+        where = (row["drafter"], row["batch"], row["context"], row["best"])
+        lines.append(_row([*where, f"{best:.0f}", f"{auto:.0f}", f"{auto / best:.1%}", took]))
+    return lines
+
+
 def _row(cells: Iterable[Any]) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
@@ -76,6 +89,8 @@ def main() -> None:
     for name, role in roles.items():
         if counts := role.get("experts"):
             print(f"## {name}: experts touched\n", *touched(counts), "", sep="\n")
+        if auto := role.get("auto"):
+            print(f"## {name}: the automatic policy\n", *automatic(auto), "", sep="\n")
         if name == "long":
             print(f"## {name}\n", *long_prompt(role), "", sep="\n")
 

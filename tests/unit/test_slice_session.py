@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 from slice_auto import BLOCK, SURE, AutoBench, Drafts, chances
 from slice_bench import keep_launches
 from slice_config import published
-from slice_counted import long_prompt, touched
+from slice_counted import automatic, long_prompt, touched
 from slice_modules import SLOW, modules
 from slice_points import Cell, against_triton
 from slice_report import Report
@@ -202,6 +202,9 @@ def test_the_automatic_policy_is_weighed_against_the_best_fixed_one(rule: list[s
     assert found["of_best"] == pytest.approx(rate * 0.010 / (4 * chain), rel=1e-3)
     assert sum(found["used"].values()) == BLOCK * found["rounds"]
     assert all(walk.chain for walk in engine.walks)
+    line = automatic([found | {"drafter": "fits"}])[2]
+    assert f"| {found['of_best']:.1%} |" in line
+    assert line.startswith(f"| fits | 4 | 1024 | chain | {4 * chain / 0.010:.0f} |")
 
 
 def test_points_of_the_automatic_policy_that_are_there_are_left_out() -> None:
