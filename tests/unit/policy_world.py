@@ -101,10 +101,11 @@ def run(
     """The policy's decisions over ``steps`` steps of one request, as `StepChooser` makes them."""
     shape = Shape(tuple(int(k == kind) for k in range(2)), 0, 256, bool(kind))
     decisions: list[Decision] = []
-    for step in range(steps):
-        since = step % SYNC
-        if since == 0:
-            beliefs = steering.next_beliefs(SYNC, shape, NUMBERS)
+    beliefs, since = None, SYNC
+    for _ in range(steps):
+        since += 1
+        if beliefs is None or since >= SYNC * beliefs.holds:
+            beliefs, since = steering.next_beliefs(since, shape, NUMBERS, before, SYNC), 0
         decision = decide(table, beliefs, shape, NUMBERS, before, since)
         if decision.why == "best":
             before = decision.option

@@ -15,7 +15,8 @@ from overstory.workers.policy.evidence import Walk
 from overstory.workers.policy.options import CHAIN, FIRST_TREE, PLAIN, Options
 from overstory.workers.policy.steering import Steering
 
-FILE = Path(__file__).parents[2] / "docs" / "benchmarks" / "ddtree_h200_3.csv"
+FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
+RUNS = {3: FOLDER / "ddtree_h200_3.csv", 4: FOLDER / "ddtree_h200_4.csv"}
 OPTIONS = Options.of(8, 63)
 NUMBERS = tuple(range(len(OPTIONS)))
 DEPTH = 7
@@ -40,15 +41,15 @@ def device_table() -> CostTable:
 
 
 class Recorded:
-    """One number of requests at one temperature.
+    """One number of requests at one temperature, in one of the stored runs.
 
     Attributes:
         us: by option, what a step takes when nothing disturbs it (the fastest round).
         tokens: by option, of a request and step.
     """
 
-    def __init__(self, temperature: float, requests: int) -> None:
-        with FILE.open(newline="") as file:
+    def __init__(self, temperature: float, requests: int, stored: int = 3) -> None:
+        with RUNS[stored].open(newline="") as file:
             found = {
                 row["mode"]: row
                 for row in csv.DictReader(file)
@@ -57,7 +58,7 @@ class Recorded:
                 and int(row["concurrency"]) == requests
             }
         self.requests, self.sampled = requests, temperature > 0
-        sources = [NOT_RUN.get(name, (name, 1.0)) for name in OPTIONS.names]
+        sources = [(name, 1.0) if name in found else NOT_RUN[name] for name in OPTIONS.names]
         self.us = [1000 * float(found[name]["least_ms_per_step"]) for name, _ in sources]
         self._reached = [
             [share * float(x) for x in found[name]["accepted_by_depth"].split()] or [0.0] * DEPTH
@@ -137,12 +138,14 @@ def run(recorded: Recorded, seed: int, stages: tuple[int, ...]) -> list[Outcome]
     shape = Shape((0, count) if kind else (count, 0), 0, CONTEXT, recorded.sampled)
     expected = functools.cache(lambda o: table.cost(o, count, CONTEXT, recorded.sampled))
     outcomes, before, last, now, step = [], PLAIN, PLAIN, 0.0, 0
+    beliefs, since = None, 0
     for stage in stages:
         outcomes.append(out := Outcome())
         for _ in range(stage):
-            since = step % SYNC_STEPS
-            if since == 0:
-                beliefs = steering.next_beliefs(SYNC_STEPS, shape, NUMBERS)
+            since += 1
+            if beliefs is None or since >= SYNC_STEPS * beliefs.holds:
+                beliefs = steering.next_beliefs(since, shape, NUMBERS, before, SYNC_STEPS)
+                since = 0
             decision = decide(table, beliefs, shape, NUMBERS, before, since)
             option = decision.option
             before = option if decision.why == "best" else before

@@ -129,7 +129,8 @@ def test_two_ranks_choose_alike_whatever_their_clocks_say() -> None:
     assert shown is not None
     assert first_word == str(policy) == shown["choice"]
     assert [int(table), int(beliefs)] == [shown["table"], shown["beliefs"]]
-    assert int(beliefs) == 400 // chooser.SYNC_STEPS, "digests of other beliefs differ"
+    assert first._auto is not None
+    assert int(beliefs) == first._auto.beliefs.version > 1, "digests of other beliefs differ"
     assert second._auto is not None
     assert second._auto.steering is None
     theirs = second.report()

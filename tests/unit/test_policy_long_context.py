@@ -44,7 +44,7 @@ def steps(
     chosen: list[int] = []
     for step in range(STEPS):
         if step % SYNC == 0:
-            beliefs = steering.next_beliefs(SYNC, shape, NUMBERS)
+            beliefs = steering.next_beliefs(SYNC, shape, NUMBERS, before)
         if step == STEPS // 2:
             world.tokens = world.microseconds = 0
         decision = decide(table, beliefs, shape, NUMBERS, before, step % SYNC)

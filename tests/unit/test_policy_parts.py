@@ -106,12 +106,12 @@ def test_what_is_learnt_of_one_way_says_nothing_of_the_other() -> None:
                 steering.observe_period(option, shape, expected, round(expected * slower))
 
     steps(whole, 1.0)
-    believed = steering.next_beliefs(16, whole, NUMBERS)
+    believed = steering.next_beliefs(16, whole, NUMBERS, PLAIN)
     before = [step_us(table, believed, whole, o) for o in NUMBERS]
     for _ in range(20):
         steps(parts, 3.0)
         steps(whole, 1.0)
-    believed = steering.next_beliefs(16, whole, NUMBERS)
+    believed = steering.next_beliefs(16, whole, NUMBERS, PLAIN)
     assert [step_us(table, believed, whole, o) for o in NUMBERS] == before
     took = table.cost(CHAIN, 1, 256, launch=IN_PARTS)
     assert step_us(table, believed, parts, CHAIN) == pytest.approx(3 * took, rel=0.01)

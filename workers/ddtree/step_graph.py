@@ -216,7 +216,7 @@ class StepGraphs:
         info = batch.sampling_info
         if len(batch.reqs) > self._sizes[-1] or batch.return_logprob or batch.has_grammar:
             return True
-        return info.logit_bias is not None or any(rules is not None for rules in info.rules)
+        return info.logit_bias is not None or info.rules.count(None) < len(info.rules)
 
     def shape_of(self, batch: ScheduleBatch, policy: TreePolicy, rows: int) -> StepShape | None:
         """The captured step that ``batch`` can take; None if it must run in parts.

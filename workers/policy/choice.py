@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from overstory.workers.policy.beliefs import (
     NO_PROBE,
@@ -54,21 +56,20 @@ class Shape:
     sampled: bool = False
     parts: bool = False
 
-    @property
+    @cached_property
     def launch(self) -> int:
         """How the steps of its options run, of `cost_table.LAUNCHES`."""
         if self.parts:
             return IN_PARTS
         return DRAFTS_IN_PARTS if self.plain else WHOLE
 
-    @property
+    @cached_property
     def batch(self) -> int:
         """All requests."""
         return sum(self.drafting) + self.plain
 
 
-@dataclass(frozen=True)
-class Rate:
+class Rate(NamedTuple):
     """Expected tokens (in thousandths) of the whole batch, over the microseconds they take."""
 
     tokens: int
@@ -124,37 +125,33 @@ def places_of(table: CostTable) -> int:
 
 
 def choose(
-    table: CostTable,
-    beliefs: Beliefs,
-    shape: Shape,
-    allowed: Sequence[int],
-    before: int,
-    margin: int = MARGIN,
+    table: CostTable, beliefs: Beliefs, shape: Shape, allowed: Sequence[int], before: int
 ) -> int:
-    """The option of the next step; `PLAIN` is always allowed.
+    """The option of the next step, see `best_of`."""
+    return best_of(rates(table, beliefs, shape), allowed, before)
+
+
+def best_of(every: Sequence[Rate], allowed: Sequence[int], before: int) -> int:
+    """The option of the greatest rate; `PLAIN` is always allowed.
 
     The option before stays while no other is better by more than the margin, but never where it is
     worse than plain.
     """
-    every = rates(table, beliefs, shape)
     best = PLAIN
     for option in sorted({PLAIN, *allowed}):
         if every[option].above(every[best]):
             best = option
     if (before != PLAIN and before not in allowed) or every[PLAIN].above(every[before]):
         return best
-    return best if every[best].above(every[before], ONE + margin) else before
+    return best if every[best].above(every[before], ONE + MARGIN) else before
 
 
-def affordable(
-    table: CostTable, beliefs: Beliefs, shape: Shape, allowed: Sequence[int]
-) -> tuple[int, ...]:
-    """Options that a probe may try: plain, and drafts of at most `PROBE_COST` plain steps; the
-    cheapest draft where none is."""
-    costs = steps_us(table, beliefs, shape)
+def affordable(costs: Sequence[int], allowed: Sequence[int]) -> tuple[int, ...]:
+    """Options that a probe may try, by what their steps take: plain, and drafts of at most
+    `PROBE_COST` plain steps; the cheapest draft where none is."""
     drafts = [option for option in sorted(allowed) if option != PLAIN]
     fitting = [option for option in drafts if costs[option] <= PROBE_COST * costs[PLAIN]]
-    return (PLAIN, *(fitting or (drafts and [cheapest_draft(table, beliefs, shape, allowed)])))
+    return (PLAIN, *(fitting or (drafts and [cheapest_draft(costs, allowed)])))
 
 
 def probe_option(table: CostTable, beliefs: Beliefs, shape: Shape, allowed: Sequence[int]) -> int:
@@ -164,12 +161,11 @@ def probe_option(table: CostTable, beliefs: Beliefs, shape: Shape, allowed: Sequ
     A tree shows what each smaller one and (as far as it holds the spine) the chain would have
     given, so one option teaches about all.
     """
-    return affordable(table, beliefs, shape, allowed)[-1]
+    return affordable(steps_us(table, beliefs, shape), allowed)[-1]
 
 
-def cheapest_draft(table: CostTable, beliefs: Beliefs, shape: Shape, allowed: Sequence[int]) -> int:
+def cheapest_draft(costs: Sequence[int], allowed: Sequence[int]) -> int:
     """The option that drafts at the least cost; `PLAIN` where nothing may be drafted."""
-    costs = steps_us(table, beliefs, shape)
     drafts = [option for option in sorted(allowed) if option != PLAIN]
     return min(drafts, key=costs.__getitem__, default=PLAIN)
 
@@ -200,13 +196,13 @@ def decide(
     if beliefs.drafter == OFF:
         return Decision(PLAIN, "off")
     if beliefs.drafter == TRIAL:
-        return Decision(cheapest_draft(table, beliefs, shape, allowed), "trial")
+        return Decision(cheapest_draft(steps_us(table, beliefs, shape), allowed), "trial")
     assert beliefs.drafter == ON, beliefs.drafter
     unknown = any(n and not known for n, known in zip(shape.drafting, beliefs.known, strict=True))
     if unknown:
         return Decision(probe_option(table, beliefs, shape, allowed), "unknown")
     if beliefs.probe != NO_PROBE and since < PROBE_RUN:
         tried = beliefs.probe - 1
-        if tried in affordable(table, beliefs, shape, allowed):
+        if tried in affordable(steps_us(table, beliefs, shape), allowed):
             return Decision(tried, "probe")
     return Decision(choose(table, beliefs, shape, allowed, before), "best")

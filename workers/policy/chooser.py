@@ -1,8 +1,9 @@
 """The policy of each step of one rank: a fixed one, or the automatic choice.
 
 Under the automatic rule all ranks hold the same table, the same beliefs and the same option before,
-and see the same batch, so they choose alike without a word. Every `SYNC_STEPS` decode steps rank 0
-sends new beliefs; its clock and its counts of acceptance go no other way.
+and see the same batch, so they choose alike without a word. Every `SYNC_STEPS` decode steps, or a
+few times as many where nothing is to be found out, rank 0 sends new beliefs; its clock and its
+counts of acceptance go no other way.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from operator import is_
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,7 +20,7 @@ from overstory.kernels.reference import Accepted, Tree
 from overstory.workers import tree_policy
 from overstory.workers.policy import OPT_OUT
 from overstory.workers.policy.beliefs import GREEDY, KINDS, SAMPLED, Beliefs
-from overstory.workers.policy.choice import Decision, Shape, decide, places_of
+from overstory.workers.policy.choice import PROBE_RUN, Decision, Shape, decide, places_of
 from overstory.workers.policy.compared import BESIDE
 from overstory.workers.policy.cost_table import CostTable
 from overstory.workers.policy.evidence import Walk
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from overstory.workers.ddtree.decisions import DecisionGroup
 
 SYNC_STEPS = 16
-"""Decode steps between two broadcasts of beliefs."""
+"""Decode steps between two broadcasts of beliefs, at least (`Beliefs.holds`)."""
 
 OBSERVED = 2
 """Most requests of a step whose walks are counted, others each time."""
@@ -69,9 +71,13 @@ def shape_of(batch: ScheduleBatch, parts: bool = False) -> Shape:
     kinds = list(map(kind_of, batch.reqs))
     counts = tuple(kinds.count((True, kind)) for kind in range(KINDS))
     sampled = counts[SAMPLED] > 0 or (False, SAMPLED) in kinds
-    mean = int(batch.seq_lens_sum or 0) // len(kinds)
-    context = mean // _CONTEXT_GRAIN * _CONTEXT_GRAIN
-    return Shape(counts, len(kinds) - sum(counts), context, sampled, parts)
+    return Shape(counts, len(kinds) - sum(counts), context_of(batch), sampled, parts)
+
+
+def context_of(batch: ScheduleBatch) -> int:
+    """Mean committed length of ``batch``, rounded down."""
+    mean = int(batch.seq_lens_sum or 0) // len(batch.reqs)
+    return mean // _CONTEXT_GRAIN * _CONTEXT_GRAIN
 
 
 def spare_opted_out(tree: Tree, reqs: Sequence[Req]) -> Tree:
@@ -93,37 +99,39 @@ def spare_opted_out(tree: Tree, reqs: Sequence[Req]) -> Tree:
 
 @dataclass
 class StepOutcome:
-    """A step's trees and walks on their way to the host, for rank 0's evidence."""
+    """A step's trees and walks on their way to the host, for rank 0's evidence.
+
+    ``told``: [bs, 2 n + 1 + width] int64: parents, ranks, size and accepted rows of each request,
+    for trees of n ``rows``.
+    """
 
     steering: Steering
     kinds: list[int | None]
     chain: bool
-    parents: torch.Tensor
-    ranks: torch.Tensor
-    sizes: torch.Tensor
-    rows: torch.Tensor
+    rows: int
+    told: torch.Tensor
     turn: int = 0
 
     def judge(self, running: list[bool]) -> None:
         """Counts what became of the drafts of requests that were ``running``.
 
-        The tensors were copied behind the step on its stream: its results must have been read.
+        It was copied behind the step on its stream: its results must have been read.
         """
-        columns = (self.parents, self.ranks, self.sizes, self.rows)
+        n = self.rows
         counted = [b for b, kind in enumerate(self.kinds) if running[b] and kind is not None]
         if len(counted) > OBSERVED:
             from_here = counted[self.turn % len(counted) :] + counted
             counted = [from_here[i * len(counted) // OBSERVED] for i in range(OBSERVED)]
         for b in counted:
-            parents, ranks, size, path = (column[b].tolist() for column in columns)
-            kind = self.kinds[b]
+            told = self.told[b].tolist()
+            kind, size = self.kinds[b], told[2 * n]
             if kind is not None and size > 1:
-                accepted = [row for row in path[1:] if row >= 0]
-                self.steering.observe(kind, Walk(parents, ranks, accepted, size, self.chain))
+                accepted = [row for row in told[2 * n + 2 :] if row >= 0]
+                walk = Walk(told[:n], told[n : 2 * n], accepted, size, self.chain)
+                self.steering.observe(kind, walk)
 
 
-@dataclass(frozen=True)
-class _Launch:
+class _Launch(NamedTuple):
     """A step whose launch began at ``ns``; ``cost_us`` by the table."""
 
     ns: int
@@ -133,10 +141,25 @@ class _Launch:
 
     def alike(self, other: _Launch) -> bool:
         """Whether both are steps of the same kind."""
-        return self._kind() == other._kind()
+        mine, theirs = self.shape, other.shape
+        if self.option != other.option or mine is theirs:
+            return self.option == other.option
+        return (mine.batch, mine.sampled, mine.launch) == (
+            theirs.batch,
+            theirs.sampled,
+            theirs.launch,
+        )
 
-    def _kind(self) -> tuple[int, int, bool, int]:
-        return self.option, self.shape.batch, self.shape.sampled, self.shape.launch
+
+class _Choice(NamedTuple):
+    """A decision with what it was made by and what follows from it; ``told`` for digests."""
+
+    decision: Decision
+    shape: Shape
+    beliefs: Beliefs
+    policy: TreePolicy
+    told: str
+    cost_us: int
 
 
 @dataclass
@@ -147,8 +170,8 @@ class _Auto:
     steering: Steering | None
     beliefs: Beliefs
     before: int = PLAIN
-    steps: int = 0
-    kept: dict[tuple[Shape, int, tuple[int, ...]], Decision] = field(default_factory=dict)
+    since: int = -1  # steps before the one at hand that were chosen by these beliefs
+    kept: dict[tuple[Shape, int, tuple[int, ...], bool], Decision] = field(default_factory=dict)
 
 
 class StepChooser:
@@ -176,8 +199,8 @@ class StepChooser:
         self._auto: _Auto | None = None
         self._allowed: dict[int | None, tuple[int, ...]] = {}
         self._turn = 0
-        self._last: Decision | None = None
-        self._chosen: TreePolicy | None = None
+        self._last: _Choice | None = None
+        self._shape: tuple[tuple[Req, ...], Shape] | None = None  # of the last step
         self._ruling = False  # whether the automatic rule chose the step at hand
         self._begun: tuple[int, int, int] | None = None  # (ns, option, expected us) of this step
         self._ended: tuple[int, int] | None = None  # (ns, batch) of the last step
@@ -193,33 +216,29 @@ class StepChooser:
     def next(self, batch: ScheduleBatch) -> tuple[TreePolicy, str]:
         """Policy of the step that now begins, and a text of what it was decided by, for digests."""
         now, size = time.perf_counter_ns(), len(batch.reqs)
-        self._note_pause(size)
-        self._note_period(now, size)
+        auto = self._auto
+        if auto is not None and auto.steering is not None:
+            self._note_pause(auto.steering, size)
+            self._note_period(auto, auto.steering, now, size)
         rule = tree_policy.current()
         if isinstance(rule, TreePolicy):
             self._launched.clear()
             self._ruling = False
             return rule, str(rule)
-        auto = self._auto
         assert auto is not None, "an automatic policy is in force without a cost table"
-        shape = shape_of(batch, self._parts(batch))
-        decision = self._decide(auto, rule, shape)
-        self._last, self._chosen = decision, self.options.policies[decision.option]
+        shape = self._shape_of(batch)
+        chosen = self._last = self._following(auto, self._decide(auto, rule, shape), shape)
         self._ruling = True
         if auto.steering is not None:
-            every = auto.table.costs(shape.batch, shape.context, shape.sampled, shape.launch)
-            cost = every[decision.option]
+            option = chosen.decision.option
             if self._host_waits:
-                self._begun = (time.perf_counter_ns(), decision.option, cost)
+                self._begun = (time.perf_counter_ns(), option, chosen.cost_us)
             else:
-                if self._launched and self._launched[-1].option == decision.option:
-                    self._run += 1
-                else:
-                    self._run = 1
-                launch = _Launch(now, decision.option, shape, cost)
+                goes_on = self._launched and self._launched[-1].option == option
+                self._run = self._run + 1 if goes_on else 1
+                launch = _Launch(now, option, shape, chosen.cost_us)
                 self._launched = [*self._launched[-1:], launch]
-        told = f"{self._chosen} {decision.why} table {auto.table.version} {auto.beliefs.version}"
-        return self._chosen, told
+        return chosen.policy, chosen.told
 
     def ended(self, batch: ScheduleBatch) -> None:
         """The step has been launched."""
@@ -233,7 +252,7 @@ class StepChooser:
 
     def interrupted(self) -> None:
         """Something else than a decode step comes next: the time that passes is not a step's."""
-        self._ended = self._begun = None
+        self._ended = self._begun = self._shape = None
         self._launched.clear()
 
     def outcome(
@@ -246,14 +265,14 @@ class StepChooser:
         if not self._ruling or steering is None or policy.mode == "plain":
             return None
         self._turn += 1
-        learning = self._last is not None and self._last.why in ("unknown", "trial")
+        learning = self._last is not None and self._last.decision.why in ("unknown", "trial")
         if not learning and self._turn % OBSERVED_STEPS:
             return None
         kinds = [kind if drafting else None for drafting, kind in map(kind_of, batch.reqs)]
-        columns = (tree.parents, tree.ranks, tree.sizes, accepted.rows)
-        parents, ranks, sizes, rows = (column.to("cpu", non_blocking=True) for column in columns)
-        chain = policy.mode == "chain"
-        return StepOutcome(steering, kinds, chain, parents, ranks, sizes, rows, self._turn)
+        # One tensor: each copy to the host is a launch.
+        columns = (tree.parents, tree.ranks, tree.sizes.unsqueeze(1), accepted.rows)
+        told = torch.cat(columns, dim=1).to("cpu", non_blocking=True)
+        return StepOutcome(steering, kinds, policy.mode == "chain", tree.rows, told, self._turn)
 
     def report(self) -> dict[str, Any] | None:
         """For status, JSON-able; None without a table. `choice`, `why`, `table`, `beliefs`
@@ -262,67 +281,80 @@ class StepChooser:
         if auto is None:
             return None
         return {
-            "choice": str(self._chosen) if self._chosen else None,
-            "why": self._last.why if self._last else None,
+            "choice": str(self._last.policy) if self._last else None,
+            "why": self._last.decision.why if self._last else None,
             "table": auto.table.version,
             "beliefs": auto.beliefs.version,
             **(auto.steering.report() if auto.steering is not None else {}),
         }
 
+    def _shape_of(self, batch: ScheduleBatch) -> Shape:
+        """`shape_of`, which mostly is that of the step before."""
+        reqs, parts, kept = tuple(batch.reqs), self._parts(batch), self._shape
+        if kept is not None and kept[0] == reqs:
+            shape = kept[1]
+            if shape.context == context_of(batch) and shape.parts == parts:
+                return shape
+        shape = shape_of(batch, parts)
+        self._shape = reqs, shape
+        return shape
+
     def _decide(self, auto: _Auto, rule: AutoPolicy, shape: Shape) -> Decision:
         allowed = self._allowed.get(rule.most)
         if allowed is None:
             allowed = self._allowed[rule.most] = self.options.allowed(rule.most)
-        since = auto.steps % SYNC_STEPS
-        auto.steps += 1
-        if since == 0:
+        auto.since += 1
+        if auto.since == 0 or auto.since >= SYNC_STEPS * auto.beliefs.holds:
             auto.beliefs = self._agree(auto, shape, allowed)
+            auto.since = 0
             auto.kept.clear()
-        if auto.beliefs.probe:
+        since = auto.since
+        # The decision of an earlier step under these beliefs, where it is the same one.
+        key = (shape, auto.before, allowed, since < PROBE_RUN)
+        decision = auto.kept.get(key)
+        if decision is None:
             decision = decide(auto.table, auto.beliefs, shape, allowed, auto.before, since)
-        else:
-            decision = self._kept(auto, shape, allowed)
+            auto.kept[key] = decision
         if decision.why == "best":
             auto.before = decision.option
         return decision
 
-    @staticmethod
-    def _kept(auto: _Auto, shape: Shape, allowed: tuple[int, ...]) -> Decision:
-        """The decision of an earlier step under these beliefs, where it is the same one."""
-        key = (shape, auto.before, allowed)
-        if key not in auto.kept:
-            auto.kept[key] = decide(auto.table, auto.beliefs, shape, allowed, auto.before, 0)
-        return auto.kept[key]
+    def _following(self, auto: _Auto, decision: Decision, shape: Shape) -> _Choice:
+        """What follows from a decision: mostly what followed in the step before."""
+        last, made_by = self._last, (decision, shape, auto.beliefs)
+        if last is not None and all(map(is_, made_by, last)):
+            return last
+        policy = self.options.policies[decision.option]
+        told = f"{policy} {decision.why} table {auto.table.version} {auto.beliefs.version}"
+        costs = auto.table.costs(shape.batch, shape.context, shape.sampled, shape.launch)
+        return _Choice(decision, shape, auto.beliefs, policy, told, costs[decision.option])
 
     def _agree(self, auto: _Auto, shape: Shape, allowed: tuple[int, ...]) -> Beliefs:
         if auto.steering is not None:
-            believed = auto.steering.next_beliefs(SYNC_STEPS, shape, allowed)
+            believed = auto.steering.next_beliefs(
+                auto.since, shape, allowed, auto.before, SYNC_STEPS
+            )
             self.group.host_ints(believed.to_ints())
             return believed
         length = len(auto.beliefs.to_ints())
         return Beliefs.from_ints(self.group.host_ints([0] * length), len(self.options))
 
-    def _note_pause(self, batch: int) -> None:
+    def _note_pause(self, steering: Steering, batch: int) -> None:
         """The engine's own work between two steps."""
         ended, self._ended = self._ended, None
-        auto = self._auto
-        if ended is None or auto is None or auto.steering is None or ended[1] != batch:
-            return
-        auto.steering.observe_overhead(batch, (time.perf_counter_ns() - ended[0]) // 1000)
+        if ended is not None and ended[1] == batch:
+            steering.observe_overhead(batch, (time.perf_counter_ns() - ended[0]) // 1000)
 
-    def _note_period(self, now: int, batch: int) -> None:
+    def _note_period(self, auto: _Auto, steering: Steering, now: int, batch: int) -> None:
         """The time since the last launch, if steps are alike now: the one before still runs while
         a step is launched, so it must have been of the same kind."""
-        auto = self._auto
-        if len(self._launched) < 2 or auto is None or auto.steering is None:
+        # Steps in the middle of a long run are compared to nothing.
+        last_ones = SYNC_STEPS * auto.beliefs.holds - BESIDE - 1
+        if 0 <= auto.since < last_ones and self._run > 2 * BESIDE:
+            return
+        if len(self._launched) < 2:
             return
         before, last = self._launched
-        # Steps in the middle of a long run are compared to nothing.
-        since = auto.steps % SYNC_STEPS
-        if 0 < since < SYNC_STEPS - BESIDE - 1 and self._run > 2 * BESIDE:
-            return
         if before.alike(last) and last.shape.batch == batch:
             took = (now - last.ns) // 1000
-            auto.steering.observe_period(
-                last.option, last.shape, max(1, last.cost_us), max(1, took)
-            )
+            steering.observe_period(last.option, last.shape, max(1, last.cost_us), max(1, took))

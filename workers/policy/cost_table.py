@@ -155,7 +155,16 @@ class CostTable:
 
     def nearest(self, batch: int) -> int:
         """Index of the batch of the table that is nearest."""
-        return min(range(len(self.batches)), key=lambda b: abs(self.batches[b] - batch))
+        index = self._nearest.get(batch)
+        if index is None:
+            index = min(range(len(self.batches)), key=lambda b: abs(self.batches[b] - batch))
+            self._nearest[batch] = index
+        return index
+
+    @cached_property
+    def _nearest(self) -> dict[int, int]:
+        """As `_known`."""
+        return {}
 
     def _cost(self, option: int, batch: int, context: int, sampled: bool, launch: int) -> int:
         low = max(0, min(bisect.bisect_left(self.batches, batch), len(self.batches) - 1) - 1)

@@ -23,22 +23,25 @@ from overstory.workers.policy.choice import (
     PROBE_RUN,
     Shape,
     affordable,
-    choose,
+    best_of,
     place_of,
     places_of,
     rates,
 )
 from overstory.workers.policy.cost_table import CostTable
 from overstory.workers.policy.evidence import WANTED, KindEvidence, Share, Walk
-from overstory.workers.policy.options import PLAIN, Options
+from overstory.workers.policy.options import Options
 from overstory.workers.policy.periods import Periods
 from overstory.workers.policy.step_times import StepTimes
-from overstory.workers.policy.visits import Price, Visits
+from overstory.workers.policy.visits import REST, Price, Visits
 
 logger = logging.getLogger(__name__)
 
 RETRY_STEPS = (256, 16384)
 """Steps until a drafter that was switched off is tried again: at first, then doubled, at most."""
+
+HOLDS = 4
+"""Periods that beliefs are in force at most."""
 
 OVERHEADS_KEPT = 31
 STANDINGS = ("on", "off", "trial")
@@ -116,13 +119,24 @@ class Steering:
         with self._lock:
             self._times.add(option, expected_us, took_us)
 
-    def next_beliefs(self, steps: int, shape: Shape, allowed: tuple[int, ...]) -> Beliefs:
+    def next_beliefs(
+        self,
+        steps: int,
+        shape: Shape,
+        allowed: tuple[int, ...],
+        before: int,
+        period: int = REST,
+    ) -> Beliefs:
         """Beliefs for the steps to come.
 
         Args:
             steps: decode steps since the last call.
             shape: the batch at hand, by which a probe's price is judged.
             allowed: options that the rule in force permits.
+            before: the option that was the best until now, and may stay though another is believed
+                to be better by a little: what runs is what others are compared to.
+            period: steps that beliefs are in force at least, and several times it where nothing is
+                to be tried or found out before: they cost the host more than steps under them.
         """
         with self._lock:
             for kind in self._kinds:
@@ -137,7 +151,10 @@ class Steering:
                 self._times.factors(),
                 self._drafter,
             )
-            return replace(believed, probe=self._probe(steps, believed, shape, allowed))
+            probe = self._probe(steps, believed, shape, allowed, before)
+            calm = self._drafter == ON and probe == NO_PROBE and self._all_known(shape)
+            holds = int(min(HOLDS, self._visits.quiet_for() // period)) if calm else 1
+            return replace(believed, probe=probe, holds=max(1, holds))
 
     def report(self) -> dict[str, Any]:
         """For status, JSON-able: `drafter` (on, off, trial), `first_accepted`, `floor`,
@@ -161,18 +178,20 @@ class Steering:
                 "sampled": sampled,
             }
 
-    def _probe(self, steps: int, beliefs: Beliefs, shape: Shape, allowed: tuple[int, ...]) -> int:
+    def _probe(
+        self, steps: int, beliefs: Beliefs, shape: Shape, allowed: tuple[int, ...], before: int
+    ) -> int:
         """What the next steps are to try, if something has waited long enough for its price."""
         if self._drafter != ON or not any(shape.drafting):
             return NO_PROBE
         place = place_of(self._table, shape)
         self._visits.pass_steps(place, steps)
-        best = choose(self._table, beliefs, shape, allowed, PLAIN, margin=0)
         every = rates(self._table, beliefs, shape)
+        best = best_of(every, allowed, before)
         good = every[best]
         known = [self._periods.seen(place, option) for option in range(len(every))]
         prices = {}
-        for option in affordable(self._table, beliefs, shape, allowed):
+        for option in affordable([rate.cost_us for rate in every], allowed):
             if not (known[best] or known[option]):
                 continue  # it would tell nothing: neither is known relative to the others
             slower = every[option].cost_us / good.cost_us
@@ -183,6 +202,10 @@ class Steering:
             return NO_PROBE
         self._probes += 1
         return 1 + option_due
+
+    def _all_known(self, shape: Shape) -> bool:
+        """Whether enough is known of the kinds of requests at hand."""
+        return all(kind.known() for kind, n in zip(self._kinds, shape.drafting, strict=True) if n)
 
     def _judge_drafter(self, steps: int) -> None:
         enough = self._first.seen >= WANTED

@@ -64,6 +64,7 @@ class Visits:
         self._since = [[STEPS[1]] * options for _ in range(places)]
         self._rest = [0] * places
         self._visits = [[0] * options for _ in range(places)]
+        self._next = 0.0
 
     def pass_steps(self, place: int, steps: int) -> None:
         """So many decode steps went by at a place."""
@@ -80,9 +81,9 @@ class Visits:
         """
         since, visits = self._since[place], self._visits[place]
         since[best] = 0
-        waited = {
-            o: since[o] / interval(price, visits[o]) for o, price in prices.items() if o != best
-        }
+        waits = {o: interval(price, visits[o]) for o, price in prices.items() if o != best}
+        waited = {o: since[o] / steps for o, steps in waits.items()}
+        self._next = min((steps - since[o] for o, steps in waits.items()), default=STEPS[1])
         if not waited or self._rest[place] < REST:
             return None
         first = max(waited, key=lambda option: (waited[option], option))
@@ -91,3 +92,8 @@ class Visits:
         since[first] = self._rest[place] = 0
         visits[first] += 1
         return first
+
+    def quiet_for(self) -> float:
+        """Steps until another option will have waited long enough, by the last prices; none or less
+        where one has."""
+        return self._next
