@@ -18,6 +18,7 @@ from overstory.orchestrator.listening import listening
 from overstory.orchestrator.spec import GatewaySpec
 
 _KEEP_ALIVE_S = 75
+_MOST = 10_000  # connections
 
 
 class _Server(uvicorn.Server):
@@ -81,6 +82,9 @@ class HttpServer:
 
 
 def _most_connections() -> int:
-    """Half of the files that the process may have open: Ray and the replicas' lines need some."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 10_000 if soft == resource.RLIM_INFINITY else max(16, soft // 2)
+    """Half of the files that this process may have open, at most 10,000: Ray and the replicas'
+    lines need some. What it may have it takes: many systems give 1,024 and more when asked."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return _MOST if hard == resource.RLIM_INFINITY else min(_MOST, max(16, hard // 2))

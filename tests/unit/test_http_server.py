@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from overstory.orchestrator import http_layers, listening
+from overstory.orchestrator import http_layers, http_server, listening
 from overstory.orchestrator.http_layers import BodyGuard, RequestIds
 from overstory.orchestrator.http_protocol import ConnectionLimits, GuardedProtocol
 from overstory.orchestrator.http_server import HttpServer
@@ -412,6 +412,20 @@ def test_a_client_that_takes_a_little_at_each_look_is_not_gone() -> None:
         assert looks[number][0] == 60
         looks[number][1]()
     assert (aborted, len(looks)) == ([3], 3), "only where nothing was taken between two looks"
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "most"),
+    [(1024, 4096, 2048), (1024, 1 << 20, 10_000), (256, 256, 128), (64, -1, 10_000)],
+)
+def test_half_of_the_files_that_may_be_open_are_for_clients(
+    soft: int, hard: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[Any] = []
+    monkeypatch.setattr(http_server.resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(http_server.resource, "setrlimit", lambda _, both: taken.append(both))
+    assert http_server._most_connections() == most
+    assert taken == ([] if soft == hard else [(hard, hard)])
 
 
 def test_connections_above_the_limit_are_told_to_come_back() -> None:
