@@ -1,0 +1,123 @@
+"""A role that is cut in the middle and started again measures each thing once."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "gpu"))
+
+import rank_slice
+from slice_points import Cell
+from slice_report import Report
+from slice_roles import AUTO, COUNTED, ROLES, Role, is_complete
+
+CELLS = (
+    Cell(1, 1024, (9,), "overstory", profiled=False),
+    Cell(1, 1024, (9, 1), "overstory"),
+    Cell(4, 1024, (9,), "triton"),
+)
+
+
+class CutError(BaseException):
+    """The process is killed: nothing catches it."""
+
+
+class Bench:
+    """Stands for the engine's steps; dies at its ``lives``-th measurement."""
+
+    done: ClassVar[Counter[Any]] = Counter()
+    lives = 10**6
+
+    def __init__(self, worker: Any, on_cuda: bool) -> None:
+        self.timer, self._cell = self, CELLS[0]
+
+    def prepare(self, cell: Cell) -> None:
+        self._cell = cell
+
+    def _measure(self, what: Any) -> None:
+        if Bench.lives == 0:
+            raise CutError
+        Bench.lives -= 1
+        Bench.done[what] += 1
+
+    def point(self, rows: int, longest_s: float) -> dict[str, Any]:
+        self._measure((self._cell, rows))
+        return {"step_us": 1000.0}
+
+    def stages(self, rows: Any, steps: int, keep: Path) -> list[dict[str, float]]:
+        self._measure((self._cell, "stages", tuple(rows)))
+        keep.touch()
+        return [{"attention": 1.0} for _ in rows]
+
+    def experts(self, rows: int) -> dict[str, float]:
+        self._measure(("experts", self._cell.batch, rows, NOISE[-1]))
+        return {"mean": 1.0}
+
+    def cell(self, batch: int, context: int, drafts: str, seconds: float) -> dict[str, Any]:
+        self._measure(("auto", drafts, batch, context))
+        return {"batch": batch, "context": context, "of_best": 1.0}
+
+
+NOISE: list[float] = [0.0]
+
+
+def engine() -> Any:
+    config = SimpleNamespace(num_hidden_layers=4)
+    runner = SimpleNamespace(
+        token_to_kv_pool=SimpleNamespace(size=10**7),
+        model_config=config,
+        attn_backend=SimpleNamespace(_others=None),
+        decode_cuda_graph_runner=None,
+    )
+    worker = SimpleNamespace(
+        model_runner=runner,
+        limits=SimpleNamespace(block_size=8),
+        chooser=SimpleNamespace(options=None),
+        _step_graphs=None,
+        _tiers=None,
+    )
+    return SimpleNamespace(worker=worker, noise=[SimpleNamespace(alike=NOISE.append)])
+
+
+def run(out: Path) -> Report:
+    report = Report("few", out)
+    made = rank_slice.Measurement(engine(), report, time.monotonic() + 600, out)
+    made.run(None, list(CELLS))
+    return report
+
+
+@pytest.mark.parametrize("lives", [0, 1, 2, 3, 5, 20, 45, 60])
+def test_each_thing_is_measured_once(
+    lives: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    role = Role(4, 0, {}, CELLS, counts=True, auto=True)
+    monkeypatch.setitem(ROLES, "few", role)
+    monkeypatch.setattr(rank_slice, "StepBench", Bench)
+    monkeypatch.setattr(rank_slice, "AutoBench", lambda worker, timer, on_cuda: timer)
+    monkeypatch.setattr(rank_slice, "Drafts", lambda options, depth, sure: sure)
+    monkeypatch.setattr(rank_slice, "start", lambda worker, seconds: None)
+    Bench.done.clear()
+    Bench.lives = lives
+    with pytest.raises(CutError):
+        run(tmp_path)
+    Bench.lives = 10**6
+    report = run(tmp_path)
+    assert report.content["errors"] == {}
+    assert is_complete(role, report.content, CELLS)
+    assert set(Bench.done.values()) == {1}
+    assert len(Bench.done) == 4 + 2 + len(COUNTED) + len(AUTO)
+    assert len(report.content["points"]) == 4
+    assert [p["run"] for p in report.content["points"]] == sorted(
+        p["run"] for p in report.content["points"]
+    )
+    before = dict(report.content)
+    again = run(tmp_path)
+    assert set(Bench.done.values()) == {1}, "nothing is left for a third run"
+    assert again.content["points"] == before["points"]
