@@ -7,6 +7,7 @@ Light on purpose (no SGLang import): the fields come from `engine_args_table.jso
 import difflib
 import functools
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -202,7 +203,8 @@ def _matches(kind: str, value: Any) -> bool:
         case "int":
             return isinstance(value, int) and not isinstance(value, bool)
         case "float":
-            return isinstance(value, int | float) and not isinstance(value, bool)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            return is_number and math.isfinite(value)
         case "str":
             return isinstance(value, str)
         case "dict":
@@ -229,6 +231,8 @@ def _check_value(name: str, value: Any) -> Any:
         raise _fault(name, f"got {wrong[0]!r}, wanted one of: {listed}")
     if name in _AT_LEAST and value < _AT_LEAST[name]:
         raise _fault(name, f"got {value}, wanted at least {_AT_LEAST[name]}")
+    if name == "mem_fraction_static" and value is not None and not 0 < value < 1:
+        raise _fault(name, f"got {value}, wanted a share of a GPU's memory, above 0 and below 1")
     if name == "page_size" and (value < 1 or value & (value - 1)):
         raise _fault(name, f"got {value}, wanted a power of two: 1, 16, 64, ...")
     if name in _FIXED_AT_ONE and value not in (None, 1):

@@ -281,7 +281,7 @@ class DeploymentSpec(_Section):
     """Target model: a built-in name (`overstory-tiny`) or a folder in Hugging Face format, present
     on every node. A path starting with `.` is relative to the deployment file."""
 
-    drafter: str | None = None
+    drafter: str | None = Field(default=None, min_length=1)
     """DFlash drafter of the model: a built-in name (`overstory-tiny-drafter`) or a folder, as for
     `model`. Unset: plain decoding, and `tree.budget` must be 0."""
 

@@ -112,6 +112,7 @@ def test_missing_model() -> None:
 
 def test_missing_drafter_needs_budget_zero() -> None:
     assert "set tree.budget: 0" in problems(drafter=None)[0]
+    assert problems(drafter="")[0].startswith("drafter: got ''")
     assert parse_spec({**GOOD, "drafter": None, "tree": {"budget": 0}}).drafter is None
 
 
