@@ -1,5 +1,6 @@
-"""Whether this process still gets memory. One that does not may raise, or hang where a library
-waits for a thread that could not begin: nobody would know before the watchdog's time-out.
+"""Whether this process still gets memory. One that does not may raise, or hang: Python's
+`Thread.start`, and with it a `ThreadPoolExecutor`, waits for ever for a thread that got no memory
+to begin with. Nobody would know before the watchdog's time-out.
 
 Pure standard library. All that is needed is allocated beforehand.
 """
