@@ -46,6 +46,7 @@ from overstory.orchestrator.token_line import LineLost
 from overstory.orchestrator.token_sink import FLUSH_S, Inbox, TokenSink
 from overstory.orchestrator.tokenizer import load_tokenizer
 from overstory.workers.log_context import label_process
+from overstory.workers.settled_heap import settle_heap
 from overstory.workers.tiny.paths import resolve_model
 
 logger = logging.getLogger(__name__)
@@ -230,6 +231,7 @@ class Gateway:
             loop.create_task(keep_gauges(self._meters, self._service)),
             loop.create_task(prefixes.run()),
         ]
+        settle_heap()
         if self._server is not None:
             self._server.start(app)
         try:

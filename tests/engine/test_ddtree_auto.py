@@ -18,7 +18,7 @@ from ddtree_support import (
 )
 
 from overstory.workers import tree_policy
-from overstory.workers.policy import CACHE_ENV, MEASURE_SECONDS_ENV, chooser
+from overstory.workers.policy import CACHE_ENV, MEASURE_SECONDS_ENV, chooser, steering
 from overstory.workers.policy.beliefs import GREEDY as GREEDY_KIND
 from overstory.workers.policy.choice import Decision
 from overstory.workers.step_stats import STATS
@@ -140,6 +140,7 @@ def test_same_text_while_the_choice_changes_at_every_step(
 
     monkeypatch.setattr(chooser, "decide", anything)
     monkeypatch.setattr(chooser, "SYNC_STEPS", 1)
+    monkeypatch.setattr(steering, "HOLDS", 1)
     rids = _know(drafts, harness, prompts, wanted)
     assert _auto(harness, prompts, params, rids) == wanted
     assert len(taken) == len(harness.scheduler.draft_worker.chooser.options)
@@ -172,8 +173,8 @@ def test_a_wrong_drafter_is_switched_off_and_comes_back(
 
     monkeypatch.setattr(draft, "merge_candidates", other_words)
     asked = harness.scheduler.draft_worker.chooser
-    steering = asked._auto.steering
-    steering._retry = 10**6
+    judge = asked._auto.steering
+    judge._retry = 10**6
     assert _auto(harness, prompts, params) == wanted
     shown = asked.report()
     assert (shown["drafter"], shown["switched_off"]) == ("off", 1)
@@ -186,7 +187,7 @@ def test_a_wrong_drafter_is_switched_off_and_comes_back(
     wrong = False
     scripted = ScriptedDrafts(seed=4)
     scripted.install(monkeypatch)
-    steering._retry = 8
+    judge._retry = 8
     for _ in range(2):
         rids = _know(scripted, harness, prompts, wanted)
         assert _auto(harness, prompts, params, rids) == wanted
@@ -249,7 +250,7 @@ def policy_state(scheduler: Any) -> dict[str, Any]:
         "table": auto.table.version,
         "beliefs": auto.beliefs,
         "before": auto.before,
-        "steps": auto.steps,
+        "since": auto.since,
         "last": asked._last,
     }
 
@@ -264,5 +265,4 @@ def test_two_ranks_choose_alike(
         assert _auto(two, prompts, params) == wanted
         mine, theirs = two.at_boundary(policy_state)
         assert mine == theirs
-        assert mine["beliefs"].version > 0
-    assert mine["steps"] > 16
+    assert mine["beliefs"].version > 1

@@ -54,10 +54,10 @@ class DDTreeDraftInput(DFlashDraftInputV2):
         ]
         width = batch.req_to_token_pool.req_to_token.shape[1]
         assert max(wanted) <= width, f"slot row of {width} columns cannot hold {max(wanted)} tokens"
-        current_cpu = torch.tensor(allocated, dtype=torch.int32)
-        wanted_cpu = torch.tensor(wanted, dtype=torch.int32)
         missing = sum(wanted) - sum(allocated)
         if missing:
+            current_cpu = torch.tensor(allocated, dtype=torch.int32)
+            wanted_cpu = torch.tensor(wanted, dtype=torch.int32)
             alloc_for_spec_decode(
                 batch.tree_cache,
                 batch.req_to_token_pool,
