@@ -58,7 +58,9 @@ def rank(number: int, **changes: Any) -> dict[str, Any]:
 
 
 def picture(**changes: Any) -> dict[str, Any]:
-    slot = {"name": "r1", "state": "HEALTHY", "reason": "", "failed_lives": 0}
+    counts = {"failed_lives": 0, "probe_failures": 0, "request_failures": 0, "restarts": 3}
+    health = {"state": "HEALTHY", "reason": "", "ready": True, "generating": True}
+    slot = {"name": "r1", **health, **counts}
     replica = {"name": "r1", "phase": "leased", "reason": "", "digests_equal_up_to": 101}
     return {
         "name": "kimi",

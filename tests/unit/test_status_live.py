@@ -1,11 +1,14 @@
 """The live view of `overstory status --watch`, from a picture of a deployment."""
 
+import sys
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from rich.console import Console
 from status_picture import LOAD, STEPS, picture, rank
 
+from overstory.orchestrator import status
 from overstory.orchestrator.status_live import (
     bar,
     draw_tree,
@@ -155,3 +158,28 @@ def test_what_the_automatic_policy_chose_is_shown() -> None:
     ranks = [rank(0, policy="auto<=15", auto=auto)]
     chosen["controller"]["replicas"][0]["ranks"] = ranks
     assert "chosen: tree-15 (best); tokens per step expected: 3.40 greedy" in screen(chosen)
+
+
+@pytest.mark.parametrize(
+    ("term", "tty", "drawn"),
+    [("xterm", True, True), ("dumb", True, False), ("xterm", False, False)],
+)
+def test_only_a_terminal_that_can_be_drawn_on_is_drawn_on(
+    term: str,
+    tty: bool,
+    drawn: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(status, "connected", lambda _: nullcontext(None))
+    monkeypatch.setattr(status, "gather", lambda _: picture())
+    monkeypatch.setattr(status.serving, "quiet_serve_logs", lambda: None)
+    monkeypatch.setattr(status.Looks, "wait", lambda *_: False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: tty)
+    status.show_status(None, as_json=False, every_s=1.0)
+    out = capsys.readouterr().out
+    assert ("\x1b[?1049h" in out) is drawn, "the other screen"
+    assert ("    rank 0  pid 100  working" in out) is not drawn
