@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 from overstory.orchestrator import openai_errors
 from overstory.orchestrator.admission import Admission, QueueFull, Slot
@@ -36,6 +36,7 @@ _HOLD_WHOLE_S = 0.1  # a stop string in an unstreamed answer is seen this much l
 _HOLD_STREAM_S = (0.005, 0.05)  # the least is below a step of a large model, which goes out whole
 _MESSAGES_PER_S = 1500.0
 """Of all streams together, about: a third of what one Serve ingress was seen to carry."""
+_DESCRIBED = 1 << 16  # tokens; with 20 alternatives, what they stand for cost more than all else
 _LONG_TEXT_CHARS = 20_000  # above this, tokenizing would hold up the event loop for milliseconds
 
 
@@ -132,6 +133,7 @@ class EndpointService:
         self.journal = Journal()
         self.admission = admission
         self.tokenizer = tokenizer
+        self._describe = lru_cache(_DESCRIBED)(tokenizer.token)
         self._backend = backend
         self._resume = resume or ResumeLimits()
         self._on_move = on_move
@@ -210,9 +212,7 @@ class EndpointService:
             on_move=self._on_move,
             on_end=slot.release,  # A client that reads slowly keeps no place.
             resume=self._resume,
-            logprobs=None
-            if job.logprobs is None
-            else LogprobsAsked(job.logprobs, self.tokenizer.token),
+            logprobs=None if job.logprobs is None else LogprobsAsked(job.logprobs, self._describe),
         )
         return RunningRequest(generation, slot, self)
 

@@ -392,6 +392,15 @@ def test_log_probabilities_of_a_completion() -> None:
     play(story, backend=ScriptedBackend("abc", 2))
 
 
+def test_what_a_token_stands_for_is_looked_up_once() -> None:
+    async def story(world: World) -> None:
+        answers = [(await world.chat(logprobs=True, top_logprobs=3)).json() for _ in range(2)]
+        assert answers[0]["choices"] == answers[1]["choices"]
+        assert world.service._describe.cache_info().misses == len({*"aba", "X", "Z"})
+
+    play(story, backend=ScriptedBackend("aba", 2))
+
+
 @pytest.mark.parametrize(("own", "shown"), [("a", -3.0), ("b", -1.0)])
 def test_of_alternatives_with_one_text_the_token_itself_counts_or_the_best(
     own: str, shown: float
