@@ -73,6 +73,11 @@ def make_grid(
     args = settings.server_args
     memory = estimate_rank(settings.target, settings.drafter, args, "cuda", gpu.memory)
     per_replica = -(-spec.tp_size // gpus_per_node)
+    if spec.tp_size % per_replica:
+        raise PlanError(
+            f"--gpus: {spec.tp_size} ranks do not fall into {per_replica} equal parts on nodes of "
+            f"{gpus_per_node} GPUs; use a number that divides engine.tp_size"
+        )
     replica = Replica(
         target=settings.target,
         drafter=settings.drafter,

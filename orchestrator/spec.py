@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -29,6 +28,7 @@ from overstory.orchestrator.parser_names import (
 )
 from overstory.orchestrator.spec_environment import check_environment
 from overstory.orchestrator.spec_errors import SpecError, from_validation_error
+from overstory.orchestrator.spec_yaml import read_yaml
 
 MAX_TREE_NODES = 63
 """Most nodes a tree may have: with its root, 64 rows of one verify forward."""
@@ -395,7 +395,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise SpecError([f"{text!r}: wanted KEY=VALUE, for example tree.budget=15"])
-    return key.strip(), yaml.safe_load(value)
+    return key.strip(), read_yaml(value, f"--set {key.strip()}")
 
 
 _PATHS = ("model", "drafter")
@@ -440,10 +440,10 @@ def load_spec(
     """
     path = Path(path).expanduser()
     try:
-        document = yaml.safe_load(path.read_text())
+        document = read_yaml(path.read_text(), str(path))
     except OSError as error:
         raise SpecError([f"{path}: cannot be read ({error.strerror})"]) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise SpecError([f"{path}: is not valid YAML: {error}"]) from error
     if document is None:
         raise SpecError([f"{path}: is empty; it needs at least `model:`"])

@@ -171,6 +171,8 @@ def test_nodes_that_hold_no_replica_are_refused() -> None:
     spec = load_spec(ROOT / "clusters" / "rtx-pro-6000-2x8" / "deployment-tp16.yaml")
     with pytest.raises(PlanError, match=r"hold no replica of 16 ranks; it needs 2"):
         make_grid(spec, RTX_PRO_6000, [1])
+    with pytest.raises(PlanError, match="--gpus: 16 ranks do not fall into 3 equal parts"):
+        make_grid(spec, RTX_PRO_6000, [3], [1], [1000], gpus_per_node=6)
 
 
 def test_command_as_json() -> None:

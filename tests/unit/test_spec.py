@@ -14,6 +14,7 @@ from overstory.orchestrator.spec import (
     SpecError,
     TreeSpec,
     load_spec,
+    parse_override,
     parse_spec,
 )
 
@@ -161,6 +162,10 @@ def test_relative_model_paths_start_at_the_file(tmp_path: Path) -> None:
         ("- a\n", "got list"),
         ("model: [\n", "is not valid YAML"),
         ("just words", "got str"),
+        ("model: x\nname: n\nmodel: y\n", "model is given twice; keep one(.|\n)*line 3"),
+        ("model: x\ntree: {budget: 3, budget: 4}", "budget is given twice"),
+        ("model: 2026-13-01\n", "a value cannot be read: month must be in 1..12"),
+        ("[" * 5000, "is nested too deeply"),
     ],
 )
 def test_files_that_hold_no_deployment(tmp_path: Path, text: str, said: str) -> None:
@@ -168,6 +173,18 @@ def test_files_that_hold_no_deployment(tmp_path: Path, text: str, said: str) -> 
     file.write_text(text)
     with pytest.raises(SpecError, match=said):
         load_spec(file)
+
+
+def test_keys_that_are_merged_in_may_be_given_again(tmp_path: Path) -> None:
+    file = tmp_path / "d.yaml"
+    text = "model: m\ntree: {<<: {budget: 3, spine_first: false}, budget: 0}\n"
+    file.write_text(text)
+    assert load_spec(file).tree.budget == 0
+
+
+def test_an_override_that_is_no_yaml() -> None:
+    with pytest.raises(SpecError, match=r"--set engine\.tp_size: is not valid YAML"):
+        parse_override("engine.tp_size=[1")
 
 
 def test_missing_file() -> None:
