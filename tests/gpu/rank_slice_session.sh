@@ -24,7 +24,7 @@ source "$root/tests/gpu/without_install.sh"
 out=${1:?folder for the results} seconds=${2:?seconds in all}
 shift 2
 given=("$@")
-[ ${#given[@]} -gt 0 ] || given=(moe_marlin moe_triton=11 moe_fused=11 triton=26 long=38 again=80)
+[ ${#given[@]} -gt 0 ] || given=(moe_marlin moe_triton=11 moe_fused=11 triton=24 long=36 again=74)
 roles=("${given[@]%%=*}")
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
