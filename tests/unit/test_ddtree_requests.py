@@ -18,6 +18,7 @@ from overstory.workers.ddtree.admission import refusal
 from overstory.workers.ddtree.finish import finish_within_limit
 from overstory.workers.ddtree.rules import RequestRules
 from overstory.workers.ddtree.sampler import request_seed, serves
+from overstory.workers.policy import OPT_OUT
 
 
 def _request(**changes: Any) -> Any:
@@ -66,6 +67,8 @@ def test_a_plain_request_is_served() -> None:
         {"custom_params": {EARLIER_OUTPUT: -1}},
         {"custom_params": {EARLIER_OUTPUT: "2"}},
         {"custom_params": {EARLIER_OUTPUT: True}},
+        {"custom_params": {OPT_OUT: "no"}},
+        {"custom_params": {OPT_OUT: 0}},
         {"return_hidden_states": True},
         {"custom_logit_processor": "x"},
         {"input_embeds": [[0.0]]},

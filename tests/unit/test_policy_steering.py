@@ -23,7 +23,7 @@ from policy_world import (
 
 from overstory.workers.policy.beliefs import GREEDY, ONE, SAMPLED
 from overstory.workers.policy.compared import BESIDE, KEPT, LEAST, Compared
-from overstory.workers.policy.evidence import KindEvidence, Walk
+from overstory.workers.policy.evidence import FADE_STEPS, KindEvidence, Walk
 from overstory.workers.policy.options import CHAIN, PLAIN
 from overstory.workers.policy.periods import Periods
 from overstory.workers.policy.steering import RETRY_STEPS, Steering
@@ -79,6 +79,21 @@ def test_spine_and_others_apart_by_depth_and_rank() -> None:
     assert shown["candidates"]["off_spine"] == {2: {0: 1.0}}
     assert evidence.spine[0].seen == 2
     assert evidence.spine[1].seen == 1
+
+
+def test_evidence_fades_by_steps_without_any() -> None:
+    """A probe that is old says little: a few new observations outweigh it."""
+    evidence = KindEvidence(OPTIONS)
+    hit, miss = (Walk([-1, 0], [-1, 0], path, 2, True) for path in ([1], []))
+    for _ in range(100):
+        evidence.add(hit)
+    for _ in range(10):
+        evidence.add(miss)
+    assert evidence.spine[0].mean == pytest.approx(100 / 110, abs=0.05)
+    evidence.pass_steps(3 * FADE_STEPS)
+    for _ in range(10):
+        evidence.add(miss)
+    assert evidence.spine[0].mean < 0.4
 
 
 def test_old_evidence_fades() -> None:

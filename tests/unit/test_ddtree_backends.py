@@ -1,0 +1,101 @@
+"""What an engine with DDTREE refuses before it starts, by plain objects in place of SGLang's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from overstory.workers.ddtree.algorithm import _refuse_unsupported
+
+FULL = {"decode": "full", "prefill": "full"}
+
+
+def _arguments(graphs: dict[str, str] | None = None, **changes: Any) -> Any:
+    """Of an engine on a GPU that may start; ``graphs`` by phase, none without."""
+    config = {
+        phase: SimpleNamespace(backend=backend) for phase, backend in (graphs or FULL).items()
+    }
+    fields = {
+        "pp_size": 1,
+        "enable_dp_attention": False,
+        "enable_mixed_chunk": False,
+        "enable_lora": None,
+        "speculative_adaptive": False,
+        "speculative_accept_threshold_single": 1.0,
+        "speculative_accept_threshold_acc": 1.0,
+        "speculative_use_rejection_sampling": False,
+        "speculative_draft_window_size": None,
+        "disaggregation_mode": "null",
+        "page_size": None,
+        "device": "cuda",
+        "attention_backend": "overstory",
+        "disable_cuda_graph": graphs is None,
+        "cuda_graph_config": SimpleNamespace(**config),
+        "speculative_draft_model_path": "drafter",
+    }
+    return SimpleNamespace(**fields | changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("pp_size", 2),
+        ("enable_dp_attention", True),
+        ("enable_mixed_chunk", True),
+        ("enable_lora", True),
+        ("speculative_adaptive", True),
+        ("speculative_accept_threshold_single", 0.9),
+        ("speculative_accept_threshold_acc", 0.9),
+        ("speculative_use_rejection_sampling", True),
+        ("speculative_draft_window_size", 64),
+        ("disaggregation_mode", "prefill"),
+        ("page_size", 48),
+        ("speculative_draft_model_path", None),
+    ],
+)
+def test_what_a_tree_cannot_run_with_is_named(name: str, value: Any) -> None:
+    _refuse_unsupported(_arguments())
+    with pytest.raises(ValueError, match=name):
+        _refuse_unsupported(_arguments(**{name: value}))
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "trtllm_mla", "cutlass_mla", "fa3", None])
+@pytest.mark.parametrize("graphs", [None, FULL])
+def test_backends_that_drop_a_mask_are_refused(
+    backend: str | None, graphs: dict[str, str] | None
+) -> None:
+    with pytest.raises(ValueError, match="honour a tree's mask"):
+        _refuse_unsupported(_arguments(graphs, attention_backend=backend))
+
+
+def test_sglang_s_causal_graphs_are_refused() -> None:
+    """They would take a tree for a chain, without a word."""
+    with pytest.raises(ValueError, match="needs attention_backend=overstory, got triton"):
+        _refuse_unsupported(_arguments(FULL, attention_backend="triton"))
+    for free in (None, {"decode": "disabled", "prefill": "full"}):
+        _refuse_unsupported(_arguments(free, attention_backend="triton"))
+
+
+def test_forwards_are_captured_whole_or_not_at_all() -> None:
+    for backend in ("breakable", "piecewise"):
+        with pytest.raises(ValueError, match=f"must be full or disabled, got {backend}"):
+            _refuse_unsupported(_arguments({"decode": backend, "prefill": "disabled"}))
+    off = _arguments({"decode": "disabled", "prefill": "disabled"})
+    _refuse_unsupported(off)
+
+
+def test_prefill_is_left_uncaptured_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    asked = _arguments(FULL)
+    _refuse_unsupported(asked)
+    assert asked.cuda_graph_config.prefill.backend == "disabled"
+    assert asked.cuda_graph_config.decode.backend == "full"
+    assert "prefill runs without CUDA graphs" in caplog.text
+
+
+def test_devices_without_a_backend_are_refused() -> None:
+    for device, backend in (("npu", "ascend"), ("xpu", "triton"), ("cpu", "triton")):
+        with pytest.raises(ValueError, match=device):
+            _refuse_unsupported(_arguments(device=device, attention_backend=backend))
+    _refuse_unsupported(_arguments(device="cpu", attention_backend="torch_native"))
