@@ -152,6 +152,7 @@ class StepInputs:
         )
         """Temperature, top_k, top_p, min_p, seed."""
         self._live = 0
+        self._ids_of_batch: list[torch.Tensor] = []  # views: to make them at each step costs it
         self._sampling_of: tuple[torch.Tensor, ...] = ()
 
     def load(self, batch: ScheduleBatch, roots: torch.Tensor, draw: str) -> None:
@@ -160,9 +161,9 @@ class StepInputs:
         if bs != self._live:
             self.live[:bs], self.live[bs:] = 1, 0
             self.ids[0, bs:], self.ids[1:, bs:] = 1, 0
-            self._live = bs
+            self._live, self._ids_of_batch = bs, [row[:bs] for row in self.ids]
         given = [batch.seq_lens, batch.req_pool_indices, roots]
-        torch._foreach_copy_([row[:bs] for row in self.ids], given)
+        torch._foreach_copy_(self._ids_of_batch, given)
         if draw == "greedy":
             return
         info = batch.sampling_info
@@ -410,26 +411,24 @@ def _packed(
 
 
 def _unpacked(raw: _Raw, live: int, bs: int) -> StepOutput:
+    """What a step of ``bs`` places gives its ``live`` requests; few views, each costs the host."""
     width = raw.accepted.tokens.shape[1]
     packed = raw.packed.clone()
-    tokens = packed[: live * width]
-    told = packed[bs * width :][3 * bs :]
-    given, roots, lengths = packed[bs * width :][: 3 * bs].view(3, bs)[:, :live].unbind()
-    return StepOutput(
-        tokens,
-        width,
-        given,
-        roots,
-        lengths,
-        told,
-        _first(raw.tree, live),
-        Accepted(*(field[:live] for field in raw.accepted)),
-    )
+    sizes = [bs * width, bs, bs, bs, packed.shape[0] - bs * (width + 3)]
+    tokens, given, roots, lengths, told = packed.split(sizes)
+    tree, accepted = raw.tree, raw.accepted
+    if live < bs:
+        tokens, given, roots, lengths = (
+            part[:count]
+            for part, count in zip(
+                (tokens, given, roots, lengths), (live * width, live, live, live), strict=True
+            )
+        )
+        tree, accepted = _first(tree, live), Accepted(*(field[:live] for field in accepted))
+    return StepOutput(tokens, width, given, roots, lengths, told, tree, accepted)
 
 
 def _first(tree: Tree, live: int) -> Tree:
-    if tree.tokens.shape[0] == live:
-        return tree
     fields = (tree.tokens, tree.parents, tree.depths, tree.ranks, tree.sizes)
     return Tree(*(field[:live] for field in fields))
 
