@@ -98,8 +98,8 @@ def stop_many_times(engine: LiveEngine, stops: int) -> None:
     assert zero["forwards"] - before["forwards"] >= stops, "the ranks were not working"
     zero, one = engine.reports(before["forwards"])
     assert zero["digests"] == one["digests"]
-    # What a lease ran is linked where the next one begins.
-    assert len(zero["digests"].links) >= stops - 1
+    # What a lease ran is linked where the next one begins, but for a step that is still in flight.
+    assert len(zero["digests"].links) >= stops - 2
 
 
 @pytest.mark.parametrize("stops", [STOPS, pytest.param(FULL_STOPS, marks=pytest.mark.full)])
