@@ -6,6 +6,7 @@ text; here they are errors in OpenAI's shape with an `x-request-id`, as all othe
 """
 
 import asyncio
+import contextlib
 import uuid
 from dataclasses import dataclass
 from typing import Any
@@ -210,7 +211,8 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         self.transport.write(_answer(error, self.server_state.default_headers))
         if self.transport.can_write_eof():
-            self.transport.write_eof()
+            with contextlib.suppress(OSError):  # It may be gone already.
+                self.transport.write_eof()
         self.loop.call_later(_LINGER_S, self.transport.close)
 
 
