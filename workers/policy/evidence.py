@@ -13,6 +13,7 @@ Three views of the same walks, for greedy and sampled requests apart:
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,6 +88,7 @@ class KindEvidence:
 
     def __post_init__(self) -> None:
         self.bands = [Share() for _ in self.options.bands]
+        self._lasts = [last for _, last in self.options.bands]
 
     def add(self, walk: Walk) -> None:
         """One request's step."""
@@ -134,10 +136,13 @@ class KindEvidence:
         self._step += steps
 
     def _add_places(self, walk: Walk) -> None:
-        for (first, last), share in zip(self.options.bands, self.bands, strict=True):
+        accepted = [0] * len(self.bands)
+        for row in walk.path:
+            accepted[bisect_left(self._lasts, row)] += 1
+        for (first, _), share, rows in zip(self.options.bands, self.bands, accepted, strict=True):
             if walk.size - 1 < first:
                 break
-            share.add(sum(first <= row <= last for row in walk.path), self._step)
+            share.add(rows, self._step)
 
     def _chain_length(self, nodes: int) -> float:
         """Expected accepted nodes of a chain of ``nodes``."""
