@@ -2,18 +2,19 @@
 
 slice_counted.py SESSION_FOLDER
 
-Experts counted against rows, the automatic policy and the long prompt, from the slice.json of
-`rank_slice_session.sh`.
+Experts counted against rows, the automatic policy and the long prompt, of a session of
+`rank_slice_session.sh`, also of one that was cut.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from slice_rows import results
 
 from overstory.orchestrator.experts import distinct_experts
 
@@ -85,8 +86,7 @@ def _row(cells: Iterable[Any]) -> str:
 
 
 def main() -> None:
-    roles = json.loads((Path(sys.argv[1]) / "slice.json").read_text())
-    for name, role in roles.items():
+    for name, role in results(Path(sys.argv[1])).items():
         if counts := role.get("experts"):
             print(f"## {name}: experts touched\n", *touched(counts), "", sep="\n")
         if auto := role.get("auto"):

@@ -37,6 +37,15 @@ COLUMNS = (
 Point = dict[str, Any]
 
 
+def results(folder: Path) -> dict[str, Any]:
+    """What each role of a session wrote, by role. One that was killed left no slice.json."""
+    files = sorted((folder / "roles").glob("*.json"))
+    if files:
+        return {file.stem: json.loads(file.read_text()) for file in files}
+    found: dict[str, Any] = json.loads((folder / "slice.json").read_text())
+    return found
+
+
 def points_of(folder: Path, role: str) -> list[Point]:
     """Points of a role of the session in the order in which they were timed, with their stages.
 
@@ -44,7 +53,7 @@ def points_of(folder: Path, role: str) -> list[Point]:
     from then on every step takes longer, also without one. A session that was gone on with has
     several processes, the ``run`` of its points.
     """
-    found = json.loads((folder / "slice.json").read_text())[role]
+    found = results(folder)[role]
     points: list[Point] = found["points"]
     profiles = _profiles(folder / "roles", role)
     traced, run = False, None

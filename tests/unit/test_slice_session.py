@@ -21,7 +21,7 @@ from slice_points import Cell, against_triton
 from slice_report import Report
 from slice_resume import cells_left, counts_left, rows_left, stages_left
 from slice_roles import AUTO, COUNTED, ROLES, auto_left, is_complete, needed_s, not_built
-from slice_rows import points_of, read, write
+from slice_rows import points_of, read, results, write
 from slice_stages import STAGES, Kernel
 from slice_tables import TABLES, levers, merged, triton_of_few_layers
 
@@ -111,6 +111,12 @@ def test_the_last_profile_of_a_point_counts(tmp_path: Path) -> None:
     (tmp_path / "slice.json").write_text(json.dumps(document))
     (found,) = points_of(tmp_path, "few")
     assert found["stages_us"]["attention"] == 70.0
+
+
+def test_a_session_that_was_killed_is_read_by_its_roles(tmp_path: Path) -> None:
+    Report("few", tmp_path / "roles").put("points", [])
+    assert results(tmp_path)["few"]["points"] == []
+    assert points_of(tmp_path, "few") == []
 
 
 # -------------------------------------------------------------------------------------- modules
