@@ -126,7 +126,10 @@ def _restart_refused_and_done(deployed: Deployed) -> None:
     assert "is being changed already (replicas: " in refused.stderr
     followed = run(deployed, "restart", "--follow")
     assert followed.returncode == 0, followed.stderr
-    assert len(re.findall(r"replica \w+ took over after", followed.stderr)) == 2
+    seen = re.findall(r"replica (\w+) took over after", followed.stderr)
+    for kept in re.findall(r"new already, and kept: (.*)", followed.stderr):
+        seen += kept.split(", ")
+    assert sorted(seen) == sorted(deployed.replicas())
     assert read_state(deployed.shell.state).deployments["tiny"].spec["tree"]["budget"] == 7
     for pid in deployed.replicas().values():
         assert b"SGLANG_LOG_MS=1\0" in Path(f"/proc/{pid}/environ").read_bytes()
