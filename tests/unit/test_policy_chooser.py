@@ -251,11 +251,67 @@ def test_each_step_is_chosen_by_the_beliefs_it_has(monkeypatch: pytest.MonkeyPat
     ]
     coming = iter(held)
     monkeypatch.setattr(one, "_agree", lambda *_: next(coming))
-    at_hand = batch(req())
-    names = [
-        [str(one.next(at_hand)[0]) for _ in range(chooser.SYNC_STEPS)] for _ in range(len(held))
-    ]
-    steps = chooser.SYNC_STEPS
+    at_hand, steps = batch(req()), chooser.SYNC_STEPS
+    chosen = [[one.next(at_hand) for _ in range(steps)] for _ in range(len(held))]
+    names = [[str(policy) for policy, _ in some] for some in chosen]
+    versions = [[int(told.split()[-1]) for _, told in some] for some in chosen]
+    assert versions == [[number] * steps for number in range(len(held))]
     assert names[0] == names[1] == names[3] == ["tree-8"] * steps
     assert names[2] == ["plain"] * PROBE_RUN + ["tree-8"] * (steps - PROBE_RUN)
     assert names[4] == ["plain"] * steps
+
+
+def test_beliefs_are_in_force_as_long_as_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = StepChooser(OPTIONS, FakeRanks().of(0), True)
+    one.start(table_of(), 0.0)
+    nothing = Beliefs.none(len(OPTIONS), places_of(table_of()))
+    coming = (
+        replace(nothing, version=number, holds=holds) for number, holds in enumerate((1, 3, 1))
+    )
+    monkeypatch.setattr(one, "_agree", lambda *_: next(coming))
+    steps = chooser.SYNC_STEPS
+    versions = [int(one.next(batch(req()))[1].split()[-1]) for _ in range(5 * steps)]
+    assert versions == [0] * steps + [1] * 3 * steps + [2] * steps
+
+
+def test_what_is_kept_of_a_batch_is_kept_for_that_batch_alone() -> None:
+    """Step after step of batches that differ in one thing or in none."""
+    dice = random.Random(4)
+    one = StepChooser(OPTIONS, FakeRanks().of(0), True, lambda at_hand: at_hand.ruled)  # type: ignore
+    reqs = [req(), req(50), req(**{OPT_OUT: False}), req(), req(7)]
+    at_hand, length, ruled = reqs[:2], 200, False
+    seen = set()
+    for _ in range(300):
+        what = dice.choice(["same", "reqs", "length", "ruled", "prefill"])
+        if what == "reqs":
+            at_hand = dice.sample(reqs, dice.randint(1, 3))
+        elif what == "length":
+            length = dice.choice([200, 260, 2000])
+        elif what == "ruled":
+            ruled = not ruled
+        elif what == "prefill":
+            one.interrupted()
+        now = batch(*at_hand, context=length)
+        now.ruled = ruled
+        assert one._shape_of(now) == shape_of(now, ruled), what
+        seen.add(shape_of(now, ruled))
+    assert len(seen) > 20
+
+
+def test_a_bound_holds_from_the_next_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`overstory policy` in the middle of what beliefs are in force for."""
+    one = StepChooser(OPTIONS, FakeRanks().of(0), True)
+    one.start(table_of(), 0.0)
+    nothing = Beliefs.none(len(OPTIONS), places_of(table_of()))
+    good = (ONE, 5200, 4200, 5600, 5700, 6000)
+    believed = replace(nothing, tokens=(good, good), known=(1, 1), holds=100)
+    monkeypatch.setattr(one, "_agree", lambda *_: believed)
+    at_hand = batch(req())
+    names = []
+    for rule in ("auto", "auto", "auto<=4", "auto<=4", "auto<=7", "tree-31", "auto<=3", "auto"):
+        tree_policy.HOLDER.set_current(parse_policy(rule))
+        policy, told = one.next(at_hand)
+        assert told.split()[0] == str(policy)
+        names.append(str(policy))
+    wanted = ["tree-8", "tree-8", "tree-4", "tree-4", "chain", "tree-31", "plain", "tree-8"]
+    assert names == wanted
