@@ -1,0 +1,58 @@
+"""When options that do not run are tried: for their price, one after the other."""
+
+from __future__ import annotations
+
+import pytest
+
+from overstory.workers.policy.visits import LOSS, REST, STEPS, YOUNG, Price, Visits, interval
+
+CHEAP, DEAR = Price(0.99, 5.0), Price(0.6, 20.0)
+
+
+def test_a_price_is_waited_for() -> None:
+    """A visit that loses half a best step comes after so many of them that it is LOSS of these."""
+    assert interval(Price(0.9, 5.0), YOUNG) == pytest.approx(0.5 * 1000 / LOSS)
+    assert interval(CHEAP, YOUNG) == pytest.approx(0.05 * 1000 / LOSS)
+    assert interval(Price(0.999, 5.0), YOUNG) == STEPS[0], "not closer"
+    assert interval(DEAR, YOUNG) == STEPS[1], "not further apart"
+
+
+def test_what_no_comparison_has_told_of_is_visited_soon() -> None:
+    unknown = Price(0.2, 30.0, known=False)
+    assert interval(unknown, 0) == interval(unknown, 9) == STEPS[0] / 2
+    assert interval(Price(0.2, 30.0), 9) == STEPS[1]
+
+
+def test_first_visits_come_sooner_where_not_much_is_lost() -> None:
+    price = Price(0.9, 5.0)
+    waits = [interval(price, visits) for visits in range(YOUNG + 2)]
+    assert waits == sorted(waits)
+    assert waits[0] == STEPS[0] / 2
+    assert waits[YOUNG] == waits[YOUNG + 1]
+    assert interval(DEAR, 1) == interval(DEAR, YOUNG), "another accident like that is too dear"
+
+
+def test_the_best_option_runs_between_two_visits() -> None:
+    """Option 0 runs; 1 and 2 are due at once, and one place's visits say nothing of another's."""
+    visits, prices = Visits(2, 3), {1: CHEAP, 2: CHEAP}
+    visits.pass_steps(0, REST)
+    assert visits.due(0, 0, prices) == 2
+    visits.pass_steps(0, REST - 1)
+    assert visits.due(0, 0, prices) is None, "nothing could be compared to the best one"
+    visits.pass_steps(0, 1)
+    assert visits.due(0, 0, prices) == 1
+    visits.pass_steps(1, REST)
+    assert visits.due(1, 0, prices) == 2
+
+
+def test_whoever_waited_longest_for_its_price_comes_first() -> None:
+    visits, prices = Visits(1, 3), {1: CHEAP, 2: Price(0.9, 5.0)}
+    for _ in range(2):  # both were tried just now
+        visits.pass_steps(0, REST)
+        assert visits.due(0, 0, prices) is not None
+    order = []
+    for _ in range(400):
+        visits.pass_steps(0, REST)
+        order.append(visits.due(0, 0, prices))
+    assert order.count(1) > 3 * order.count(2) > 3, "the cheaper one more often"
+    assert 0 not in order
