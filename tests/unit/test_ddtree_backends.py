@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from overstory.workers.ddtree.algorithm import _refuse_unsupported
+from overstory.workers.ddtree.drafter_config import ARCHITECTURE, check_pair, read_drafter
 
 FULL = {"decode": "full", "prefill": "full"}
 
@@ -99,3 +102,55 @@ def test_devices_without_a_backend_are_refused() -> None:
         with pytest.raises(ValueError, match=device):
             _refuse_unsupported(_arguments(device=device, attention_backend=backend))
     _refuse_unsupported(_arguments(device="cpu", attention_backend="torch_native"))
+
+
+def _pair(tmp_path: Path, target: dict[str, Any], **drafter: Any) -> None:
+    """Checks a drafter (whose blocks are of 8) against a target."""
+    for name, config in (
+        ("target", {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 12} | target),
+        (
+            "drafter",
+            {
+                "architectures": [ARCHITECTURE],
+                "vocab_size": 100,
+                "hidden_size": 64,
+                "dflash_config": {"block_size": 8, "mask_token_id": 99, "target_layer_ids": [1, 10]}
+                | drafter.pop("dflash", {}),
+            }
+            | drafter,
+        ),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    check_pair(read_drafter(str(tmp_path / "drafter")), str(tmp_path / "target"))
+
+
+def test_a_drafter_that_fits_is_taken(tmp_path: Path) -> None:
+    _pair(tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    ("drafter", "said"),
+    [
+        ({"vocab_size": 101}, "vocab_size is 101, that of the target .* is 100"),
+        ({"hidden_size": 32}, "hidden_size is 32, that of the target .* is 64"),
+        ({"dflash": {"mask_token_id": 100}}, "mask_token_id 100 is outside of its vocabulary"),
+        (
+            {"dflash": {"target_layer_ids": [1, 11]}},
+            r"layers \[11\]; SGLang captures layers 0 to 10",
+        ),
+        ({"dflash": {"target_layer_ids": [-1, 3]}}, r"layers \[-1\]"),
+        ({"dflash": {"block_size": 1}}, "states block_size 1; it must be 2 or more"),
+        ({"architectures": ["Llama"]}, "DDTREE needs a DFlash drafter"),
+    ],
+)
+def test_a_drafter_of_another_target_is_told_apart(
+    tmp_path: Path, drafter: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        _pair(tmp_path, {}, **drafter)
+
+
+def test_sizes_of_a_target_that_sees_are_those_of_its_text_model(tmp_path: Path) -> None:
+    text = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 12}
+    _pair(tmp_path, {"vocab_size": 7, "hidden_size": 7, "text_config": text})
