@@ -105,6 +105,7 @@ NO_SLOTS = {
     "ScheduleBatch.seq_lens",
     "ScheduleBatch.seq_lens_cpu",
     "StepInputs.ids",
+    "StepInputs._ids_of_batch",
     "StepInputs.live",
     "StepInputs.sampling",
     "StepInputs._sampling_of",
