@@ -157,10 +157,16 @@ def _cuda_library(arch: str) -> KernelLibrary:
     return KernelLibrary(cuda_target(arch))
 
 
-def simulator_library(of: Sequence[Path] | None = None) -> KernelLibrary:
+def simulator_library(
+    of: Sequence[Path] | None = None, defines: Sequence[str] = ()
+) -> KernelLibrary:
     """The same sources (or those of `of`) for CPU tensors, run by the simulator.
+
+    Args:
+        of: sources, default all.
+        defines: macros set to 1.
 
     Raises:
         NoCompilerError, CompileError, OSError: as `build_library`.
     """
-    return KernelLibrary(simulator_target(), of)
+    return KernelLibrary(simulator_target(defines), of)

@@ -67,8 +67,11 @@ arch=()
 [[ ! $capability =~ ^[0-9]+$ ]] || arch=(--arch "sm_$capability")
 part build $((seconds / 2)) "$python" -m overstory.kernels.build --report ${arch[@]+"${arch[@]}"}
 
-# Correctness, all at once; whoever is not done by the end of its time is stopped.
+# Correctness, all at once; whoever is not done by the end of its time is stopped. However long the
+# build took, two fifths of the time are left for times.
 most=$((seconds * 45 / 100))
+room=$(($(left) - seconds * 2 / 5))
+[ "$most" -le "$room" ] || most=$room
 sanitize() { # tool
   # One allocation per tensor, or the tool would see torch's big blocks only.
   part "$1" "$most" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 9 \

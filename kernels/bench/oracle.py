@@ -8,7 +8,7 @@ from overstory.kernels.reference.kv_fp8 import dequantize_kv, is_fp8
 
 from .inputs import AttentionInputs
 
-_MOST_ERROR = 2e-2
+MOST_ERROR = 2e-2
 """Relative, of a bf16 output with bf16 weights; a wrong mask or split is far above."""
 
 
@@ -18,19 +18,24 @@ def check_output(inputs: AttentionInputs) -> None:
     Raises:
         ArithmeticError: it is further off than rounding explains.
     """
+    error = relative_error(inputs, torch.float32)
+    if not error < MOST_ERROR:
+        raise ArithmeticError(f"wrong result: relative error {error:.3g} (at most {MOST_ERROR})")
+
+
+def relative_error(inputs: AttentionInputs, dtype: torch.dtype) -> float:
+    """Of `inputs.out` of the first request against attention in `dtype`, by the norm."""
     case = inputs.case
     slots = inputs.kv_indices[: case.context]
     if case.tail:
         slots = torch.cat((slots, inputs.out_cache_loc[: case.tail]))
     keys = inputs.kv[slots, 0]
-    keys = dequantize_kv(keys, inputs.kv_scale) if is_fp8(keys) else keys.float()
-    rows = inputs.q[: case.q].float()
+    keys = (dequantize_kv(keys, inputs.kv_scale) if is_fp8(keys) else keys).to(dtype)
+    rows = inputs.q[: case.q].to(dtype)
     scores = torch.einsum("qhd,sd->qhs", rows, keys) * inputs.scale
     if case.tail:
         mask = inputs.custom_mask[: case.q * (case.context + case.q)].view(case.q, -1)
         scores[:, :, case.context :].masked_fill_(~mask[:, case.context :].unsqueeze(1), -torch.inf)
     values = keys[:, : inputs.out.shape[-1]]
     wanted = torch.softmax(scores, dim=2) @ values
-    error = float((inputs.out[: case.q].float() - wanted).norm() / wanted.norm())
-    if not error < _MOST_ERROR:
-        raise ArithmeticError(f"wrong result: relative error {error:.3g} (at most {_MOST_ERROR})")
+    return float((inputs.out[: case.q].to(dtype) - wanted).norm() / wanted.norm())

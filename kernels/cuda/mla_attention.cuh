@@ -367,14 +367,24 @@ struct Block {
     return rescales || odd_rescales;
   }
 
+  // Weights of a tile's scores for these maxima.
+  __device__ __forceinline__ static float4 weights_of(const Args& args, const float4& s,
+                                                      const Row (&row)[2]) {
+    const float base[2] = {row[0].base(), row[1].base()};
+    return make_float4(ptx::exp2_fast(fmaf(s.x, args.scale_log2, -base[0])),
+                       ptx::exp2_fast(fmaf(s.y, args.scale_log2, -base[1])),
+                       ptx::exp2_fast(fmaf(s.z, args.scale_log2, -base[0])),
+                       ptx::exp2_fast(fmaf(s.w, args.scale_log2, -base[1])));
+  }
+  __device__ __forceinline__ static float weight_of(const Args& args, float score, const Row& row) {
+    return ptx::exp2_fast(fmaf(score, args.scale_log2, -row.base()));
+  }
+
   __device__ __forceinline__ void write_weights(const Args& args, int parity, const float4& s,
                                                 Row (&row)[2], bool rescales) {
     const int tile = own_tile();
-    const float base[2] = {row[0].base(), row[1].base()};
-    const uint32_t near = ptx::pack_bf16x2(ptx::exp2_fast(fmaf(s.x, args.scale_log2, -base[0])),
-                                           ptx::exp2_fast(fmaf(s.y, args.scale_log2, -base[1])));
-    const uint32_t far = ptx::pack_bf16x2(ptx::exp2_fast(fmaf(s.z, args.scale_log2, -base[0])),
-                                          ptx::exp2_fast(fmaf(s.w, args.scale_log2, -base[1])));
+    const float4 w = weights_of(args, s, row);
+    const uint32_t near = ptx::pack_bf16x2(w.x, w.y), far = ptx::pack_bf16x2(w.z, w.w);
     uint32_t* to = at<uint32_t>(L::kWeights + parity * L::kWeightBytes) + tile * 64 + lane();
     to[0] = near;
     to[32] = far;
@@ -391,7 +401,7 @@ struct Block {
   }
   __device__ __forceinline__ void write_odd_weight(const Args& args, int parity, float score,
                                                    const Row& row, bool rescales) {
-    const float weight = ptx::exp2_fast(fmaf(score, args.scale_log2, -row.base()));
+    const float weight = weight_of(args, score, row);
     const uint16_t rounded = ptx::float_to_bf16(weight);
     at<uint16_t>(L::kWeights + parity * L::kWeightBytes)[(kTiles - 1) * 128 + (lane() & 15) * 8 +
                                                          odd_row()] = rounded;
@@ -400,6 +410,87 @@ struct Block {
       at<float>(L::kScaling)[(parity * kTiles + kTiles - 1) * 8 + odd_row()] = row.factor;
     }
     store_odd_state(row.m, row.l + ptx::bf16_to_float(rounded));
+  }
+
+  // The same in fewer steps: weights are computed as if no maximum moved, while the lanes vote whether
+  // one does; maxima, factors and who moved are written only then.
+  __device__ __forceinline__ bool weigh_ahead(const Args& args, int count, const float4& own,
+                                              float odd) {
+    const int parity = count & 1;
+    const bool owns = L::kPairs == 4 || has_tile(), odds = has_odd();
+    float4 before = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float2 odd_before = make_float2(0.0f, 0.0f);
+    if (owns) before = load_state();
+    if (odds) odd_before = load_odd_state();
+    Row row[2] = {{before.x, before.z, 1.0f, false}, {before.y, before.w, 1.0f, false}};
+    Row last{odd_before.x, odd_before.y, 1.0f, false};
+    float4 w = weights_of(args, own, row);
+    const float top[2] = {fmaxf(own.x, own.z) * args.scale_log2, fmaxf(own.y, own.w) * args.scale_log2};
+    const bool own_moves = owns && (row[0].moves(top[0]) || row[1].moves(top[1]));
+    const bool odd_moves = odds && last.moves(odd * args.scale_log2);
+    bool rescales = false;
+    if (ptx::any(own_moves || odd_moves)) {
+      if (owns) {
+        rescales = move_own(count, row, top[0], top[1]);
+        w = weights_of(args, own, row);
+      }
+      if (odds && move_odd(count, last, odd * args.scale_log2)) rescales = true;
+    }
+    const float odd_w = weight_of(args, odd, last);
+    if (owns) put_weights(parity, w, row);
+    if (odds) put_odd_weight(parity, odd_w, last);
+    return rescales;
+  }
+  // The highest of all keys; true if outputs must be rescaled.
+  __device__ __forceinline__ bool move_own(int count, Row (&row)[2], float first, float second) {
+    OVERSTORY_UNROLL
+    for (int step = 4; step < 32; step *= 2) {
+      first = fmaxf(first, ptx::shfl_xor(first, step));
+      second = fmaxf(second, ptx::shfl_xor(second, step));
+    }
+    row[0].see(first), row[1].see(second);
+    const bool rescales = ptx::any(row[0].rescales || row[1].rescales);
+    const int tile = own_tile(), parity = count & 1;
+    if (lane() < 4) {
+      at<float2>(L::kScaling)[(parity * kTiles + tile) * 4 + lane()] =
+          make_float2(row[0].factor, row[1].factor);
+      if (L::kTight) at<float2>(L::kMaxima)[tile * 4 + lane()] = make_float2(row[0].m, row[1].m);
+    }
+    if (rescales && lane() == 0) at<int>(L::kMoved)[parity * 16 + tile] = count;
+    return rescales;
+  }
+  __device__ __forceinline__ bool move_odd(int count, Row& last, float top) {
+    OVERSTORY_UNROLL
+    for (int step = 1; step < 16; step *= 2) top = fmaxf(top, ptx::shfl_xor(top, step));
+    last.see(top);
+    const bool rescales = ptx::any(last.rescales);
+    const int parity = count & 1;
+    if (L::kTight && (lane() & 15) == 0) at<float>(L::kOddStates)[odd_row()] = last.m;
+    if (rescales && lane() == 0) at<int>(L::kMoved)[parity * 16 + 8 + warp()] = count;
+    return rescales;
+  }
+  __device__ __forceinline__ void put_weights(int parity, const float4& w, Row (&row)[2]) {
+    const uint32_t near = ptx::pack_bf16x2(w.x, w.y), far = ptx::pack_bf16x2(w.z, w.w);
+    uint32_t* to = at<uint32_t>(L::kWeights + parity * L::kWeightBytes) + own_tile() * 64 + lane();
+    to[0] = near;
+    to[32] = far;
+    row[0].l += ptx::bits_float(near << 16) + ptx::bits_float(far << 16);
+    row[1].l += ptx::bits_float(near & 0xffff0000u) + ptx::bits_float(far & 0xffff0000u);
+    state = make_float4(row[0].m, row[1].m, row[0].l, row[1].l);
+    // A lane's own place: no other reads it.
+    if (L::kTight) at<float2>(L::kSums)[own_tile() * 32 + lane()] = make_float2(row[0].l, row[1].l);
+  }
+  __device__ __forceinline__ void put_odd_weight(int parity, float w, const Row& row) {
+    const uint16_t rounded = ptx::float_to_bf16(w);
+    at<uint16_t>(L::kWeights + parity * L::kWeightBytes)[(kTiles - 1) * 128 + (lane() & 15) * 8 +
+                                                         odd_row()] = rounded;
+    // Whether or not it moved: another warp's rows of the tile may have.
+    if ((lane() & 15) == 0) {
+      at<float>(L::kScaling)[(parity * kTiles + kTiles - 1) * 8 + odd_row()] = row.factor;
+    }
+    const float l = row.l + ptx::bf16_to_float(rounded);
+    odd_state = make_float2(row.m, l);
+    if (L::kTight) at<float>(L::kOddStates)[8 + (warp() & 3) * 32 + lane()] = l;
   }
 
   // Of the odd tile a lane has the row `odd_row` and the key lane % 16.
@@ -453,17 +544,36 @@ struct Block {
     }
   }
 
+  // A bit for each tile whose maxima moved in granule `count`, the odd tile's last (kLean).
+  __device__ __forceinline__ uint32_t moved_in(int parity, int count) const {
+    const int4* stamps = at<int4>(L::kMoved) + parity * 4;
+    uint32_t tiles = 0;
+    OVERSTORY_UNROLL
+    for (int i = 0; i < (2 * L::kPairs + 3) / 4; ++i) {
+      const int4 s = stamps[i];
+      tiles |= (s.x == count ? 1u : 0u) << (4 * i) | (s.y == count ? 2u : 0u) << (4 * i) |
+               (s.z == count ? 4u : 0u) << (4 * i) | (s.w == count ? 8u : 0u) << (4 * i);
+    }
+    if (!L::kOdd) return tiles;
+    const int4 s = stamps[2];
+    const bool odd = s.x == count || s.y == count || s.z == count || s.w == count;
+    return tiles | (odd ? 1u << (kTiles - 1) : 0u);
+  }
   // O of the tiles whose maxima moved to the new maxima.
-  __device__ __forceinline__ void rescale(int parity) {
+  __device__ __forceinline__ void rescale(int parity, int count) {
     if (!any_moved) return;
     const uint2* moved = at<uint2>(L::kMoved + parity * 16);
-    const uint2 paired = moved[0], odd = L::kOdd ? moved[1] : make_uint2(0, 0);
+    const uint2 paired = kLean ? make_uint2(0, 0) : moved[0];
+    const uint2 odd = L::kOdd && !kLean ? moved[1] : make_uint2(0, 0);
+    const uint32_t tiles = kLean ? moved_in(parity, count) : 0;
     const float2* scaling = at<float2>(L::kScaling) + parity * kTiles * 4;
     OVERSTORY_UNROLL
     for (int tile = 0; tile < kTiles; ++tile) {
       const bool is_odd = L::kOdd && tile == kTiles - 1;
       const uint32_t flag =
-          is_odd ? odd.x | odd.y : (tile < 4 ? paired.x : paired.y) >> (tile & 3) * 8 & 0xff;
+          kLean    ? tiles >> tile & 1
+          : is_odd ? odd.x | odd.y
+                   : (tile < 4 ? paired.x : paired.y) >> (tile & 3) * 8 & 0xff;
       if (flag == 0) continue;
       const float2 factor = scaling[tile * 4 + (lane() & 3)];
       OVERSTORY_UNROLL
@@ -475,7 +585,7 @@ struct Block {
   }
 
   // Values of a granule: this warp's 64 columns, or half of them where registers are scarce.
-  static constexpr int kBlocks = kTiles >= kWarps ? 2 : 4;
+  static constexpr int kBlocks = kTiles >= kWarps && !kWholeValues ? 2 : 4;
   struct Values {
     uint32_t v[kBlocks][4];
   };
@@ -499,7 +609,7 @@ struct Block {
         ptx::ldmatrix_x4_trans(p, weights + tile * 256 + lane() * 16);
       } else {
         uint32_t last[2];
-        ptx::ldmatrix_x2_trans(last, weights + tile * 256 + (lane() & 15) * 16);
+        ptx::ldmatrix_x2_trans(last, weights + tile * 256 + (kLean ? lane() : lane() & 15) * 16);
         p[0] = last[0], p[1] = last[1];
       }
       const uint32_t first[2] = {p[0], p[1]}, second[2] = {p[2], p[3]};
@@ -513,10 +623,11 @@ struct Block {
       }
     }
   }
-  // The fifths of the work on a granule's values, to be done between other things.
+  // The fifths of the work on the values of granule `count`, to be done between other things.
   template <int kPart>
-  __device__ __forceinline__ void multiply_values(const char* keys, int parity, Values& values) {
-    if (kPart == 0) load_values(keys, 0, values), rescale(parity);
+  __device__ __forceinline__ void multiply_values(const char* keys, int parity, int count,
+                                                  Values& values) {
+    if (kPart == 0) load_values(keys, 0, values), rescale(parity, count);
     if constexpr (kBlocks == 4) {
       multiply_tiles<kPart * 2, kPart * 2 + 2, 0>(values, parity);
     } else {
@@ -545,7 +656,7 @@ struct Block {
     const float high[2] = {kMinusInfinity, kMinusInfinity}, sum[2] = {0.0f, 0.0f};
     if (has_tile()) store_state(high, sum);
     if (has_odd()) store_odd_state(kMinusInfinity, 0.0f);
-    if (thread() < 32) at<uint8_t>(L::kMoved)[thread()] = 0;
+    if (thread() < 32) at<typename L::Moved>(L::kMoved)[thread()] = kLean ? -1 : 0;
     // Before the first granule there are values of none: its own ones, times 0.
     for (int i = thread(); i < L::kWeightBytes / 4; i += kThreads) {
       at<uint32_t>(L::kWeights + L::kWeightBytes)[i] = 0;
@@ -588,7 +699,7 @@ struct Block {
     go_on(args, count, ahead);
   }
   __device__ __forceinline__ Copy copy_of(const Args& args, int count, int place, int ahead) const {
-    return Copy(args, shared + place, located(count, ahead), count < plain, copier());
+    return Copy(args, shared + place, located(count, ahead), !in_tail(count), copier());
   }
   // The lanes of the last granules go on to those `kAhead` later.
   __device__ __forceinline__ void go_on(const Args& args, int count, int& ahead) const {
@@ -673,6 +784,15 @@ struct Block {
   }
 
   // Of the piece: how many granules hold keys of the prefix only, and how many there are.
+  // Where registers are scarce the piece is read again each time, and none holds it across the loop.
+  __device__ __forceinline__ bool in_tail(int count) const {
+    if (!kLean || !L::kFull) return count >= plain;
+    return ptx::load_volatile(&piece().begin) + count >= ptx::load_volatile(&piece().plain_end);
+  }
+  __device__ __forceinline__ bool in_piece(int count) const {
+    if (!kLean || !L::kFull) return count < all;
+    return count < ptx::load_volatile(&piece().end) - ptx::load_volatile(&piece().begin);
+  }
   __device__ __forceinline__ void count_granules() {
     plain = ptx::uniform(piece().plain_end > piece().begin ? piece().plain_end - piece().begin : 0);
     all = ptx::uniform(piece().end - piece().begin);
@@ -690,20 +810,20 @@ struct Block {
     if (L::kSpread && count >= L::kFilled - (kStages - 2)) ptx::cp_async_commit();
     Values values;
     const char* keys = shared + (count > 0 ? place_after<-1>(place) : place);
-    multiply_values<0>(keys, before, values);
+    multiply_values<0>(keys, before, count - 1, values);
     wait_for_parts();
     const bool owns = L::kPairs == 4 || has_tile();
     float4 own = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     float odd = 0.0f;
     if (owns) own = add_parts();
     if (has_odd()) odd = add_odd_parts();
-    multiply_values<1>(keys, before, values);
+    multiply_values<1>(keys, before, count - 1, values);
     if (tail && owns) mask_own(args, count, own);
     if (tail && has_odd()) mask_odd(args, count, odd);
-    multiply_values<2>(keys, before, values);
-    const bool rescales = weigh(args, parity, own, odd);
-    multiply_values<3>(keys, before, values);
-    multiply_values<4>(keys, before, values);
+    multiply_values<2>(keys, before, count - 1, values);
+    const bool rescales = kLean ? weigh_ahead(args, count, own, odd) : weigh(args, parity, own, odd);
+    multiply_values<3>(keys, before, count - 1, values);
+    multiply_values<4>(keys, before, count - 1, values);
     ptx::cp_async_wait<kStages - 3>();
     place = place_after<1>(place);
     widen(count + 1, place);
@@ -718,7 +838,7 @@ struct Block {
     int count = 0, place = 0;
     if (L::kFull) {  // one loop: registers do not suffice for two
       OVERSTORY_KEEP_LOOP
-      for (; count < all; ++count) step(args, count, count >= plain, place, ahead);
+      for (; in_piece(count); ++count) step(args, count, in_tail(count), place, ahead);
     } else {
       for (; count < plain; ++count) step(args, count, false, place, ahead);
       for (; count < all; ++count) step(args, count, true, place, ahead);
@@ -726,11 +846,11 @@ struct Block {
     Values values;
     const int parity = (count - 1) & 1;
     const char* keys = shared + place_after<-1>(place);
-    multiply_values<0>(keys, parity, values);
-    multiply_values<1>(keys, parity, values);
-    multiply_values<2>(keys, parity, values);
-    multiply_values<3>(keys, parity, values);
-    multiply_values<4>(keys, parity, values);
+    multiply_values<0>(keys, parity, count - 1, values);
+    multiply_values<1>(keys, parity, count - 1, values);
+    multiply_values<2>(keys, parity, count - 1, values);
+    multiply_values<3>(keys, parity, count - 1, values);
+    multiply_values<4>(keys, parity, count - 1, values);
   }
 
   // Before anybody reads a granule of the tail, a barrier on its own.

@@ -30,11 +30,31 @@ SOURCE = SOURCES / "mla_attention.cu"
 POISON = 0xAB
 
 
-@pytest.fixture(scope="module")
-def library() -> KernelLibrary:
+LEAN, WHOLE = "OVERSTORY_MLA_LEAN", "OVERSTORY_MLA_WHOLE_VALUES"
+VARIANTS = [
+    pytest.param((), id="in_use"),
+    *(pytest.param(macros, id=name, marks=pytest.mark.full) for name, macros in {
+        "lean": (LEAN,), "whole_values": (WHOLE,), "both": (LEAN, WHOLE)
+    }.items()),
+]  # fmt: skip
+"""Macros of mla_tuning.cuh: a full run takes every test here over each way of the loop."""
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def library(request: pytest.FixtureRequest) -> KernelLibrary:
     if shutil.which("g++") is None:
         pytest.skip("no g++ to compile the CUDA sources for the simulator")
-    return simulator_library([SOURCE])
+    return simulator_library([SOURCE], request.param)
+
+
+@pytest.mark.parametrize("q", [1, 7, 9])
+def test_other_ways_of_the_loop(q: int) -> None:
+    """In the sample: all together, long enough for maxima that move in two rows of the odd tile."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ to compile the CUDA sources for the simulator")
+    case = Case([(532, q), (0, 1), (180, max(1, q - 1)), (3, q)], seed=q, tail=random_bits)
+    got = verify(simulator_library([SOURCE], (LEAN, WHOLE)), case, blocks=3)
+    check(got, case.expected())
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
