@@ -277,6 +277,40 @@ def test_shares_whose_begin_is_beyond_32_bits(library: KernelLibrary) -> None:
     check(verify(library, case, blocks=3, min_chunk=1 << 30), case.expected())
 
 
+# Only the pages that are written take memory of these large tensors.
+
+
+def test_slots_beyond_32_bits(library: KernelLibrary) -> None:
+    """Slot * 576 passes 2^31 elements, slot * 1152 passes 2^32 bytes; prefix and tail."""
+    case = Case([(20, 3)])
+    expected, keys, first = case.expected(), case.kv, 3_900_000
+    case.kv = torch.empty(first + len(keys), keys.shape[1], dtype=torch.bfloat16)
+    case.kv[first:] = keys
+    case.kv[: len(keys)] = torch.nan
+    case.kv_indices += first
+    case.out_cache_loc += first
+    check(verify(library, case, min_chunk=1), expected)
+
+
+def test_mask_offsets_beyond_32_bits(library: KernelLibrary) -> None:
+    case = Case([(20, 9), (7, 5)], tail=random_bits)
+    expected, (flat, indptr), far = case.expected(), case.mask_bytes(), (1 << 32) + 5
+    mask = torch.empty(far + len(flat), dtype=torch.uint8)
+    mask[: len(flat)] = 0
+    mask[far:] = flat
+    case.mask_bytes = lambda: (mask, indptr + far)  # type: ignore[method-assign]
+    check(verify(library, case), expected)
+
+
+def test_queries_more_than_32_bits_apart(library: KernelLibrary) -> None:
+    case = Case([(20, 2), (5, 1)])
+    expected, rows, apart = case.expected(), case.q, (1 << 31) + 64
+    room = torch.empty(2 * apart + rows[0].numel(), dtype=torch.bfloat16)
+    case.q = room.as_strided(rows.shape, (apart, rows.shape[2], 1))
+    case.q[:] = rows
+    check(verify(library, case), expected)
+
+
 def test_shorter_than_captured(library: KernelLibrary) -> None:
     """Grid and workspace of max_q = 20, requests of up to 4 rows, tokens to spare."""
     case = Case([(33, 4), (2, 1)], unowned=35)
