@@ -24,9 +24,12 @@ SETTINGS = (
     "control.compare_digests=gather",
 )
 
+STATUS_S = 240.0
+"""A machine under load takes a minute to import what the command needs and to be answered."""
+
 
 def status(deployed: Deployed) -> dict[str, Any]:
-    return json.loads(deployed.shell("status", "--json").stdout)["controller"]
+    return json.loads(deployed.shell("status", "--json", timeout_s=STATUS_S).stdout)["controller"]
 
 
 def test_a_restart_takes_kv_and_weights_along(deployed: Deployed) -> None:
