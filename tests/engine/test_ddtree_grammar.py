@@ -243,6 +243,10 @@ def test_a_dead_end_ends_its_request_alone() -> None:
 def test_without_overlap_and_without_speculation_the_same(
     engine: Engine, pair: tuple[str, str], wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert engine(random_seed=1).generate(*_requests()) == wanted
+    prompts, params = _requests()
+    # Without speculation SGLang looks for the end before the grammar takes the token, and so with
+    # `ignore_eos` gives one token more than the grammar allows.
+    plain = [{k: v for k, v in one.items() if k != "ignore_eos"} for one in params]
+    assert engine(random_seed=1).generate(prompts, plain) == wanted
     harness = engine(**server_args(pair[1], disable_overlap_schedule=True))
-    check_scripted(harness, *_requests(), wanted, monkeypatch, ("tree-31",), seed=8)
+    check_scripted(harness, prompts, params, wanted, monkeypatch, ("tree-31",), seed=8)
