@@ -33,6 +33,12 @@ SOON_S = 15.0
 _FORK = multiprocessing.get_context("fork")
 
 
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever keeps communicators looks at them all the time."""
+    monkeypatch.setattr(peers, "LOOK_S", 0.02)
+
+
 def pool(seed: int) -> torch.Tensor:
     draw = torch.Generator().manual_seed(seed)
     return torch.randint(-99, 99, (SLOTS, WIDTH), generator=draw, dtype=torch.int64)
@@ -180,7 +186,6 @@ def test_what_takes_longer_than_idling_may_is_not_idle(
         seal(self, staging, size)
 
     monkeypatch.setattr(Conveyor, "_seal", slow)
-    monkeypatch.setattr(peers, "LOOK_S", 0.02)
     name = ranks.meet(idle_s=0.1)
     assert torch.equal(ranks.take(name), GIVEN)
 
@@ -299,15 +304,16 @@ def killed_giver(pipe: Any, name: str, after: int) -> None:
     time.sleep(60)
 
 
-def test_a_side_killed_at_any_byte_is_noticed_and_nothing_stays(ranks: Ranks) -> None:
-    """Fifty rounds: the giver, the taker, or nobody is killed. Whoever is left closes by itself."""
+@pytest.mark.parametrize("rounds", [10, pytest.param(50, marks=pytest.mark.full)])
+def test_a_side_killed_at_any_byte_is_noticed_and_nothing_stays(ranks: Ranks, rounds: int) -> None:
+    """The giver, the taker, or nobody is killed. Whoever is left closes by itself."""
     draw = random.Random(8)
     assert torch.equal(ranks.take(ranks.meet()), GIVEN)  # what libraries keep for good
     ranks.close()
     until(lambda: ranks.giving._keeper is None and ranks.taking._keeper is None, "quiet")
     gc.collect()
     before, threads = held(), native_threads()
-    for number in range(50):
+    for number in range(rounds):
         name, at = f"r{number}", draw.randrange(GIVEN.nbytes)
         who = draw.choice(["giver", "taker", "nobody"])
         if who == "nobody":

@@ -55,6 +55,7 @@ def raises(will: LastWill) -> None:
 
 
 def hangs(will: LastWill) -> None:
+    memory_watch.PERIOD_S = 0.05  # in this process, which is a child
     memory_watch.begin(lambda: will.execute("out of memory", EXIT_LOOP_FAILED))
     held = exhaust()
     threading.Event().wait()
