@@ -1,3 +1,4 @@
+import gc
 import os
 import sys
 from typing import NoReturn
@@ -15,6 +16,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("anew", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+def pytest_collection_finish() -> None:
+    """What all modules have imported stays to the end: full collections need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def _no_ray(*_arguments: object, **_named: object) -> NoReturn:

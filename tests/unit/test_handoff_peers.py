@@ -198,7 +198,7 @@ def test_pieces_of_other_sizes_are_refused(ranks: Ranks) -> None:
         ranks.take(name)
 
 
-@pytest.mark.parametrize("side", ["giving", "taking"])
+@pytest.mark.parametrize("side", ["giving", pytest.param("taking", marks=pytest.mark.full)])
 def test_what_one_side_closes_the_other_closes_too(ranks: Ranks, side: str) -> None:
     name = ranks.meet()
     getattr(ranks, side).close(name)
@@ -239,6 +239,7 @@ def stopped_taker(ticket: bytes, said: Any) -> None:
     taker.take(ORDER, pieces())
 
 
+@pytest.mark.full
 def test_closing_waits_for_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The giver's thread is in the middle of a send that nobody takes."""
 
