@@ -121,3 +121,29 @@ def load(url: str, asked: list[Question], clients: int) -> Iterator[Seen]:
         for thread in threads:
             thread.join(TIMEOUT_S)
     assert not any(thread.is_alive() for thread in threads), "a client hangs"
+
+
+@contextmanager
+def strangers(url: str, model: str, max_tokens: int, clients: int) -> Iterator[list[str]]:
+    """Clients that never ask the same thing twice, so that no replica knows their text from before.
+    Yields what failed; what they are answered is not compared to anything."""
+    failed: list[str] = []
+    numbers, stop = itertools.count(), threading.Event()
+
+    def client() -> None:
+        while not stop.is_set():
+            body = {"model": model, "prompt": f"# {next(numbers)}\n", "max_tokens": max_tokens}
+            try:
+                ask(url, Question(body | {"temperature": 0.0}, stream=True))
+            except (EndpointError, OSError, ValueError, http.client.HTTPException) as error:
+                failed.append(f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=client, daemon=True) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield failed
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(TIMEOUT_S)

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from load_clients import load, questions
+from load_clients import load, questions, strangers
 from test_restart_load import Deployed, assert_unharmed, deployed, moves, run
 
 __all__ = ["deployed"]
@@ -34,16 +34,21 @@ def status(deployed: Deployed) -> dict[str, Any]:
 
 def test_a_restart_takes_kv_and_weights_along(deployed: Deployed) -> None:
     deployed.up(*SETTINGS)
-    with load(deployed.url, questions("overstory-tiny", 8, 160), clients=4) as seen:
+    with (
+        load(deployed.url, questions("overstory-tiny", 8, 160), clients=3) as seen,
+        # KV of a text that the successor knows already does not travel.
+        strangers(deployed.url, "overstory-tiny", 160, clients=3) as failed,
+    ):
         done = run(deployed, "restart")
         assert done.returncode == 0, done.stderr
         moved = moves(deployed.url)
         figures = status(deployed)["hand_offs"]
     assert_unharmed(seen)
+    assert failed == []
     assert moved.get("leaving", 0) >= 1, moved
     assert moved.get("lost", 0) == 0, moved
     assert figures["sequences"] >= 1, (figures, moved)
-    assert figures["bytes"] > 0
+    assert figures["bytes"] > 0, (figures, moved)
     for replica in status(deployed)["replicas"]:
         if replica["phase"] == "leased":
             for rank in replica["ranks"]:
