@@ -5,12 +5,13 @@ import errno
 import socket
 import time
 
+from overstory.workers.silence import break_when_silent
+
 _TAKEN_S = 10.0  # a process that was killed may hold the port for a moment
 _POLL_S = 0.2
 _BACKLOG = 2048
 
-_IDLE_S, _PROBE_S, _PROBES = 10, 5, 2
-_UNACKNOWLEDGED_MS = 10_000
+_SILENT_S, _UNACKNOWLEDGED_S = 20, 10
 
 
 class CannotListen(RuntimeError):
@@ -41,14 +42,5 @@ def listening(host: str, port: int, setting: str) -> socket.socket:
 
 def notice_silence(transport: asyncio.BaseTransport) -> None:
     """Has the system break a connection whose other side has acknowledged nothing for 10 s, idle or
-    not. A firewall that has forgotten a connection drops what is sent on it; by itself TCP would
-    try for a quarter of an hour. Probes also keep a firewall from forgetting."""
-    connection = transport.get_extra_info("socket")
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        (socket.TCP_KEEPIDLE, _IDLE_S),
-        (socket.TCP_KEEPINTVL, _PROBE_S),
-        (socket.TCP_KEEPCNT, _PROBES),
-        (socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS),
-    ):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    not (`break_when_silent`). A firewall that has forgotten a connection drops what is sent."""
+    break_when_silent(transport.get_extra_info("socket"), _SILENT_S, _UNACKNOWLEDGED_S)

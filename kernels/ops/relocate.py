@@ -39,7 +39,7 @@ class LayerTable:
             check_tensor(f"buffers[{index}]", buffer, first.shape, (first.dtype,), first.device)
         addresses = [buffer.data_ptr() for buffer in self.buffers]
         self.slots = first.shape[0]
-        self.row_bytes = first[:1].numel() * first.element_size()
+        self.row_bytes = _row_bytes(first)
         if self.row_bytes % _UNIT or any(address % _UNIT for address in addresses):
             raise ValueError(
                 f"rows of {self.row_bytes} bytes; the kernel moves multiples of {_UNIT} from "
@@ -80,14 +80,23 @@ def kv_relocate(
     library = library_for("kv_relocate", device)
     if scratch is None:
         scratch = torch.empty(1, dtype=torch.int32, device=device)
-    if library is None:
-        listed = buffers.buffers if isinstance(buffers, LayerTable) else list(buffers)
-        _relocate(listed, None, src_slots, dst_slots, scratch, status_of(device, status))
-        return
-    table = buffers if isinstance(buffers, LayerTable) else LayerTable(buffers)
-    _relocate(
-        table.buffers, table.addresses, src_slots, dst_slots, scratch, status_of(device, status)
-    )
+    listed, addresses = _listed(buffers, library is not None)
+    _relocate(listed, addresses, src_slots, dst_slots, scratch, status_of(device, status))
+
+
+def _listed(
+    buffers: Sequence[torch.Tensor] | LayerTable, by_kernel: bool
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """Buffers, with the table of their addresses where there is one or the kernel needs it."""
+    if not isinstance(buffers, LayerTable):
+        if not by_kernel:
+            return list(buffers), None
+        buffers = LayerTable(buffers)
+    return buffers.buffers, buffers.addresses
+
+
+def _row_bytes(buffer: torch.Tensor) -> int:
+    return buffer[:1].numel() * buffer.element_size()
 
 
 def _check(
@@ -138,7 +147,7 @@ def _relocate(
         src_slots.device,
         layers=addresses,
         num_layers=len(buffers),
-        row_bytes=first[:1].numel() * first.element_size(),
+        row_bytes=_row_bytes(first),
         slots=first.shape[0],
         source_slots=src_slots,
         target_slots=dst_slots,
@@ -172,12 +181,8 @@ def kv_rows(
         KernelError: as `library_for`.
     """
     status = status_of(slots.device, status)
-    if not isinstance(buffers, LayerTable):
-        if library_for("kv_rows", slots.device) is None:
-            _rows(list(buffers), None, slots, dense, scatter, status)
-            return
-        buffers = LayerTable(buffers)
-    _rows(buffers.buffers, buffers.addresses, slots, dense, scatter, status)
+    listed, addresses = _listed(buffers, library_for("kv_rows", slots.device) is not None)
+    _rows(listed, addresses, slots, dense, scatter, status)
 
 
 def _check_rows(
@@ -222,7 +227,7 @@ def _rows(
         slots.device,
         layers=addresses,
         num_layers=len(buffers),
-        row_bytes=first[:1].numel() * first.element_size(),
+        row_bytes=_row_bytes(first),
         layer_slots=first.shape[0],
         slots=slots,
         wide_slots=slots.dtype == torch.int64,

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from overstory.kernels.reference import Tree, chain_tree, tree_build
+from overstory.workers import tree_policy
 from overstory.workers.policy.choice import Decision, Shape, decide
 from overstory.workers.policy.cost_table import CostTable
 from overstory.workers.policy.evidence import Walk
 from overstory.workers.policy.options import CHAIN, PLAIN, Options
 from overstory.workers.policy.steering import Steering
+from overstory.workers.tree_policy import parse_policy
 
 DEPTH, WIDTH = 7, 8
 OPTIONS = Options.of(DEPTH + 1, 31)
@@ -24,6 +27,16 @@ SYNC = 16
 COSTS = (10000, 22000, 21000, 22500, 25000, 32000)
 MOODS = (0.35, 0.6, 0.9)
 """How sure the drafter is of its best candidate, step by step."""
+
+
+@contextmanager
+def automatic_policy() -> Iterator[None]:
+    """The process chooses its policy by itself, with trees up to 31 nodes."""
+    before = tree_policy.HOLDER
+    tree_policy.HOLDER = tree_policy.PolicyHolder()
+    tree_policy.HOLDER.start(parse_policy("auto"), DEPTH + 1, 31, automatic=True)
+    yield
+    tree_policy.HOLDER = before
 
 
 def table_of(costs: tuple[int, ...] = COSTS) -> CostTable:

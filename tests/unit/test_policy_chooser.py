@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from policy_world import NUMBERS, OPTIONS, World, table_of
+from policy_world import NUMBERS, OPTIONS, World, automatic_policy, table_of
 from random_trees import random_tree
 
 from overstory.kernels.reference import tree_accept
@@ -34,11 +34,8 @@ from overstory.workers.tree_policy import parse_policy
 
 @pytest.fixture(autouse=True)
 def _auto() -> Iterator[None]:
-    before = tree_policy.HOLDER
-    tree_policy.HOLDER = tree_policy.PolicyHolder()
-    tree_policy.HOLDER.start(parse_policy("auto"), 8, 31, automatic=True)
-    yield
-    tree_policy.HOLDER = before
+    with automatic_policy():
+        yield
 
 
 def req(top_k: int = 1, **custom: Any) -> Any:

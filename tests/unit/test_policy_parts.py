@@ -9,9 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from policy_world import NUMBERS, OPTIONS, World
+from policy_world import NUMBERS, OPTIONS, World, automatic_policy
 
-from overstory.workers import tree_policy
 from overstory.workers.policy import OPT_OUT, chooser
 from overstory.workers.policy.beliefs import GREEDY, ONE, Beliefs
 from overstory.workers.policy.choice import Decision, Shape, choose, place_of, places_of, step_us
@@ -21,7 +20,6 @@ from overstory.workers.policy.cost_table import DRAFTS_IN_PARTS, IN_PARTS, WHOLE
 from overstory.workers.policy.options import CHAIN, PLAIN
 from overstory.workers.policy.periods import Periods
 from overstory.workers.policy.steering import Steering
-from overstory.workers.tree_policy import parse_policy
 
 #        plain chain  4    8    15   31
 COSTS = (1000, 1500, 1450, 1500, 1550, 1700)
@@ -135,11 +133,8 @@ def test_a_place_without_steps_follows_one_where_they_run_alike() -> None:
 
 @pytest.fixture
 def automatic() -> Iterator[None]:
-    before = tree_policy.HOLDER
-    tree_policy.HOLDER = tree_policy.PolicyHolder()
-    tree_policy.HOLDER.start(parse_policy("auto"), 8, 31, automatic=True)
-    yield
-    tree_policy.HOLDER = before
+    with automatic_policy():
+        yield
 
 
 def test_launches_of_both_ways_are_not_compared(

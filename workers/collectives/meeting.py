@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from overstory.workers.collectives.errors import CollectiveError, PeerLost, RankMissing
+from overstory.workers.silence import break_when_silent
 
 _HEADER = struct.Struct("<I")
 _LONGEST = 1 << 24
@@ -357,14 +358,7 @@ def _connect(host: str, port: int, seat: Seat, deadline: float, deadline_s: floa
 def _watched(peer: socket.socket) -> None:
     """A connection that stays open: nobody waits on it for long, and a host that vanished shows."""
     peer.settimeout(_SAY_S)
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        (socket.TCP_KEEPIDLE, _SILENT_S // 2),
-        (socket.TCP_KEEPINTVL, _SILENT_S // 4),
-        (socket.TCP_KEEPCNT, 2),
-        (socket.TCP_USER_TIMEOUT, _SILENT_S * 1000),
-    ):
-        peer.setsockopt(socket.IPPROTO_TCP, option, value)
+    break_when_silent(peer, _SILENT_S, _SILENT_S)
 
 
 def _send(peer: socket.socket, message: dict[str, Any]) -> None:
