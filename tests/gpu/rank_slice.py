@@ -42,7 +42,7 @@ RANKS = 8
 MOST_ROWS = 33
 LONG_CONTEXT = 200_000
 SHORT_LONG = 20_000
-TABLE_S, AUTO_S = 8.0, 10.0
+TABLE_S, AUTO_S = 8.0, 14.0
 """Seconds of the automatic policy's cost table; what a point of it may need."""
 LONG_SLOTS = 3_800_000
 """Their last elements are beyond 2^31."""
@@ -67,7 +67,7 @@ def build(name: str, out: Path) -> _engine_first.SliceEngine:
     ranks = TOY_RANKS if TOY else RANKS
     own = rank_target(target, ranks, role.layers, quantised=not TOY)
     pair = write_pair(out / f"{name}-config", own, rank_drafter(drafter, own, ranks))
-    cells = cells_of(role) or [Cell(16, 65536, (), "overstory")] * role.auto
+    cells = cells_of(role) or [Cell(16, 65536, (), "overstory")] * bool(role.auto)
     tokens = slots(cells, MOST_ROWS) + 64 if cells else LONG_SLOTS
     fields: dict[str, Any] = {
         "context_length": 4096 if TOY else 202_752,
@@ -132,7 +132,8 @@ class Measurement:
         """The automatic policy against each fixed one, with simulated acceptance."""
         found: list[dict[str, Any]] = self._report.content.get("auto", [])
         runs: dict[str, tuple[AutoBench, Drafts]] = {}
-        for kind, batch, context in auto_left(found):
+        table = None
+        for kind, batch, context in auto_left(self._role, found):
             at = context if not TOY else min(context, 160)
             one = Cell(batch, at, (), "overstory")
             room = worker.model_runner.token_to_kv_pool.size
@@ -141,13 +142,13 @@ class Measurement:
                 self._report.put("left_out", self._left_out)
                 continue
             if kind not in runs:  # what was learnt of one drafter is no good for another
-                start(worker, 1.0 if TOY else TABLE_S)
+                table = start(worker, 1.0 if TOY else TABLE_S, table)
                 depth = worker.limits.block_size - 1
                 drafts = Drafts(worker.chooser.options, depth, SURE[kind])
                 runs[kind] = AutoBench(worker, bench.timer, on_cuda=not TOY), drafts
             bench.prepare(one)
             auto, drafts = runs[kind]
-            made = auto.cell(batch, at, drafts, 1.0 if TOY else 2.0)
+            made = auto.cell(batch, at, drafts, 1.0 if TOY else 7.0)
             found.append({"drafter": kind} | made | {"context": context})
             self._report.put("auto", found)
         return found

@@ -4,6 +4,10 @@ A slice's drafter is of random weights and gets nothing accepted, so acceptance 
 drafter is sure of its best candidate by a given chance, and right about all its chances. Steps are
 the engine's, their times real; what a step yields is the mean of its policy, the same for the
 automatic policy and the fixed ones, so that no luck of the draw is in the comparison.
+
+Trials of other options are part of what the policy costs, and come in runs of five steps: in a few
+dozen steps one of them is a tenth, or none is there at all. So many steps are timed, all count, and
+what was learnt first at a batch size is told apart.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 SURE = {"fits": 0.83, "fits badly": 0.3}
@@ -21,8 +26,16 @@ SURE = {"fits": 0.83, "fits badly": 0.3}
 FALL = 0.6
 """Each further candidate of a position has so much of the chance of the one before."""
 WIDTH = 8
-LEARNING_S, LEARNING_STEPS = 4.0, 192
-ROUNDS, BLOCK = 4, 16
+LEARNING_S = 4.0
+LEARNING_STEPS, SETTLING_STEPS = 192, 32
+"""Before the first point of a batch size, and before each other one: learning goes on by batch."""
+ROUNDS = 2
+BLOCK = 64
+"""Steps under the automatic policy in a round."""
+FIXED_BLOCK = 16
+"""Of each leader among the fixed ones, in a round."""
+SAMPLE, LEADERS = 4, 2
+"""Steps of every fixed policy, by which the leaders are found; and how many these are."""
 
 
 @functools.cache
@@ -90,6 +103,22 @@ class Drafts:
         return found
 
 
+@dataclass
+class _Spent:
+    """Microseconds, and the tokens of a request in them."""
+
+    us: float = 0.0
+    tokens: float = 0.0
+
+    def add(self, us: float, tokens: float) -> None:
+        self.us += us
+        self.tokens += tokens
+
+    @property
+    def us_a_token(self) -> float:
+        return self.us / self.tokens
+
+
 class AutoBench:
     """One engine's steps under the automatic policy and under fixed ones.
 
@@ -109,6 +138,7 @@ class AutoBench:
     ) -> None:
         self._worker, self._timer, self._on_cuda, self._clock = worker, timer, on_cuda, clock
         self._events: list[Any] = []
+        self._learnt: set[int] = set()
 
     def cell(self, batch: int, context: int, drafts: Drafts, seconds: float) -> dict[str, Any]:
         """Tokens a second of every policy at one point.
@@ -116,40 +146,57 @@ class AutoBench:
         Args:
             batch, context: requests, tokens of each.
             drafts: what is accepted.
-            seconds: bound on the rounds after the automatic policy has learnt; one is always run.
+            seconds: no round begins after so long; one is always run.
+
+        Returns:
+            ``rates`` of all policies; ``of_best`` the automatic one's over the best fixed one's;
+            ``used`` and ``used_learning``, steps by option.
         """
         tokens, dice = drafts.tokens, random.Random(batch * context)
         self._timer.prepare(batch, context)
+        learn = SETTLING_STEPS if batch in self._learnt else LEARNING_STEPS
+        self._learnt.add(batch)
         until = self._clock() + LEARNING_S * 1e9
-        first = Counter(self._automatic(LEARNING_STEPS, drafts, dice, until))
-        took: dict[str, list[float]] = {}
-        used: Counter[int] = Counter()
-        until = self._clock() + seconds * 1e9
-        for _ in range(ROUNDS):
-            for option, policy in enumerate(drafts.options.policies):
-                us = self._clocked(lambda policy=policy: self._fixed(policy))
-                took.setdefault(str(policy), []).append(us / (tokens[option] * BLOCK))
+        first = Counter(self._automatic(learn, drafts, dice, until))
+        spent = [_Spent() for _ in drafts.options.policies]
+        for option in range(len(spent)):
+            self._fixed(option, SAMPLE, drafts, spent)
+        leaders = sorted(range(len(spent)), key=lambda o: spent[o].us_a_token)[:LEADERS]
+        for option in leaders:
+            spent[option] = _Spent()
+        auto, used = _Spent(), Counter[int]()
+        until, rounds = self._clock() + seconds * 1e9, 0
+        while rounds < ROUNDS and (not rounds or self._clock() < until):
             chosen: list[int] = []
             us = self._clocked(lambda to=chosen: to.extend(self._automatic(BLOCK, drafts, dice)))
+            auto.add(us, sum(tokens[option] for option in chosen))
             used.update(chosen)
-            took.setdefault("auto", []).append(us / sum(tokens[option] for option in chosen))
-            if self._clock() > until:
-                break
-        rates = {name: batch * 1e6 / statistics.median(times) for name, times in took.items()}
-        best = max((name for name in rates if name != "auto"), key=lambda name: rates[name])
+            for option in leaders:
+                self._fixed(option, FIXED_BLOCK, drafts, spent)
+            rounds += 1
+        names = [str(policy) for policy in drafts.options.policies]
+        best = min(leaders, key=lambda o: spent[o].us_a_token)
+        every = {**dict(zip(names, spent, strict=True)), "auto": auto}
         return {
             "batch": batch,
             "context": context,
             "tokens_per_step": [round(mean, 3) for mean in tokens],
-            "rates": {name: round(rate, 2) for name, rate in rates.items()},
-            "best": best,
-            "of_best": round(rates["auto"] / rates[best], 4),
-            "rounds": len(took["auto"]),
-            "used": {drafts.options.names[o]: n for o, n in sorted(used.items())},
-            "used_learning": {drafts.options.names[o]: n for o, n in sorted(first.items())},
+            "rates": {name: round(batch * 1e6 / s.us_a_token, 2) for name, s in every.items()},
+            "best": names[best],
+            "of_best": round(spent[best].us_a_token / auto.us_a_token, 4),
+            "rounds": rounds,
+            "used": {names[o]: n for o, n in sorted(used.items())},
+            "used_learning": {names[o]: n for o, n in sorted(first.items())},
         }
 
-    def _clocked(self, act: Callable[[], None]) -> float:
+    def _fixed(self, option: int, steps: int, drafts: Drafts, spent: list[_Spent]) -> None:
+        """Steps of one option; their time and yield are added to its own."""
+        policy = drafts.options.policies[option]
+        self._worker.chooser.interrupted()
+        us = self._clocked(lambda: [self._launch(policy) for _ in range(steps)])
+        spent[option].add(us, steps * drafts.tokens[option])
+
+    def _clocked(self, act: Callable[[], object]) -> float:
         """Microseconds of ``act``, with an idle device before and after."""
         self._timer.wait()
         begun = self._clock()
@@ -169,11 +216,6 @@ class AutoBench:
             self._events.append(event)
             if len(self._events) > 1:
                 self._events.pop(0).synchronize()
-
-    def _fixed(self, policy: Any) -> None:
-        self._worker.chooser.interrupted()
-        for _ in range(BLOCK):
-            self._launch(policy)
 
     def _automatic(
         self, steps: int, drafts: Drafts, dice: random.Random, until: float | None = None
@@ -196,13 +238,22 @@ class AutoBench:
             yield option
 
 
-def start(worker: Any, seconds: float) -> None:
-    """Measures the cost table and puts the automatic rule in force."""
+def start(worker: Any, seconds: float, table: Any = None) -> Any:
+    """Puts the automatic rule in force, with nothing learnt.
+
+    Args:
+        table: costs of this engine's steps that an earlier call has measured.
+
+    Returns:
+        The cost table.
+    """
     from overstory.workers import tree_policy
     from overstory.workers.policy import FLOOR
     from overstory.workers.policy.start import _measured
     from overstory.workers.tree_policy import AutoPolicy
 
-    worker.chooser.start(_measured(worker, seconds), FLOOR)
+    table = table or _measured(worker, seconds)
+    worker.chooser.start(table, FLOOR)
     tree_policy.HOLDER.automatic = True
     tree_policy.set_current(AutoPolicy())
+    return table

@@ -25,7 +25,8 @@ class Role:
         own_draft: the drafter's attention is ours; else SGLang's Triton.
         counts: experts touched are counted, and steps of rows that are much alike timed.
         early: small, so built before any is measured.
-        auto: the automatic policy is run against each fixed one.
+        auto: with these drafters (`slice_auto.SURE`) the automatic policy is run against each fixed
+            one.
     """
 
     layers: int | None
@@ -35,7 +36,7 @@ class Role:
     own_draft: bool = True
     counts: bool = False
     early: bool = False
-    auto: bool = False
+    auto: tuple[str, ...] = ()
 
 
 ROLES = {
@@ -44,8 +45,10 @@ ROLES = {
     "slice_triton": Role(
         None, 4, {"moe_runner_backend": "triton"}, tuple(grid()), own_draft=False, counts=True
     ),
-    "again": Role(None, 4, {}, tuple(again()), auto=True),
-    "auto": Role(None, 4, {}, (), auto=True),
+    "again": Role(None, 4, {}, tuple(again())),
+    "auto": Role(None, 4, {}, (), auto=("fits", "fits badly")),
+    "auto_fits": Role(None, 4, {}, (), auto=("fits",)),
+    "auto_badly": Role(None, 4, {}, (), auto=("fits badly",)),
     "moe_triton": Role(4, 0, {"moe_runner_backend": "triton"}, tuple(levers()), early=True),
     "moe_fused": Role(4, 0, {"enforce_shared_experts_fusion": True}, tuple(levers()), early=True),
     "moe_marlin": Role(4, 0, {}, tuple(levers()), counts=True, early=True),
@@ -58,21 +61,18 @@ COUNTED = tuple((a, b, r) for a in ALIKE for b in (1, 4, 16) for r in (1, 9, 17,
 """Steps whose experts are counted: share of the rows that is alike, batch, rows of each."""
 SIMILAR = tuple((a, b, r) for a in ALIKE[1:] for b in (1, 4) for r in (9, 33))
 """Steps of rows that are alike which are timed."""
-AUTO = tuple(
-    (kind, batch, context)
-    for kind in ("fits", "fits badly")
-    for batch, context in (
-        *((1, c) for c in (65536, 1024, 200_000, 8192)),
-        *((b, c) for c in (1024, 8192, 65536) for b in (4, 16)),
-    )
+AUTO = (
+    *((1, c) for c in (65536, 1024, 200_000, 8192)),
+    *((b, c) for c in (1024, 8192, 65536) for b in (4, 16)),
 )
-"""Drafter (`slice_auto.SURE`), batch and context of the points of the automatic policy."""
+"""Batch and context of the points of the automatic policy."""
 
 
-def auto_left(found: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int]]:
-    """Those of `AUTO` that are not among ``found``, in order."""
+def auto_left(role: Role, found: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int]]:
+    """Drafter, batch and context of the role's points that are not among ``found``, in order."""
     there = {(row["drafter"], row["batch"], row["context"]) for row in found}
-    return [point for point in AUTO if point not in there]
+    wanted = [(kind, batch, context) for kind in role.auto for batch, context in AUTO]
+    return [point for point in wanted if point not in there]
 
 
 def needed_s(cell: Cell, layers: int) -> float:
@@ -82,7 +82,7 @@ def needed_s(cell: Cell, layers: int) -> float:
 
 def is_complete(role: Role, content: Mapping[str, Any], cells: Sequence[Cell]) -> bool:
     """Whether an earlier run has measured all of a role, as ``content`` has it."""
-    if role.auto and auto_left(content.get("auto", [])):
+    if auto_left(role, content.get("auto", [])):
         return False
     if not role.cells and not role.auto:
         return {"far_slots", "long"} <= content.keys()

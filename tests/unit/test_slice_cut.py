@@ -97,12 +97,12 @@ def run(out: Path) -> Report:
 def test_each_thing_is_measured_once(
     lives: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    role = Role(4, 0, {}, CELLS, counts=True, auto=True)
+    role = Role(4, 0, {}, CELLS, counts=True, auto=("fits", "fits badly"))
     monkeypatch.setitem(ROLES, "few", role)
     monkeypatch.setattr(rank_slice, "StepBench", Bench)
     monkeypatch.setattr(rank_slice, "AutoBench", lambda worker, timer, on_cuda: timer)
     monkeypatch.setattr(rank_slice, "Drafts", lambda options, depth, sure: sure)
-    monkeypatch.setattr(rank_slice, "start", lambda worker, seconds: None)
+    monkeypatch.setattr(rank_slice, "start", lambda worker, seconds, table: "table")
     Bench.done.clear()
     Bench.lives = lives
     with pytest.raises(CutError):
@@ -112,7 +112,7 @@ def test_each_thing_is_measured_once(
     assert report.content["errors"] == {}
     assert is_complete(role, report.content, CELLS)
     assert set(Bench.done.values()) == {1}
-    assert len(Bench.done) == 4 + 2 + len(COUNTED) + len(AUTO)
+    assert len(Bench.done) == 4 + 2 + len(COUNTED) + 2 * len(AUTO)
     assert len(report.content["points"]) == 4
     assert [p["run"] for p in report.content["points"]] == sorted(
         p["run"] for p in report.content["points"]

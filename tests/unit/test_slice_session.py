@@ -12,7 +12,15 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 
-from slice_auto import BLOCK, SURE, AutoBench, Drafts, chances
+from slice_auto import (
+    BLOCK,
+    LEARNING_STEPS,
+    SETTLING_STEPS,
+    SURE,
+    AutoBench,
+    Drafts,
+    chances,
+)
 from slice_bench import keep_launches
 from slice_config import published
 from slice_counted import automatic, long_prompt, touched
@@ -190,34 +198,67 @@ class FakeEngine:
     def wait(self) -> None: ...
 
 
+def _weighed(rule: list[str]) -> tuple[dict[str, Any], FakeEngine, Drafts]:
+    """A point of 9 seconds whose steps take as long as their option's cost here."""
+    engine = FakeEngine(COSTS, [TreePolicy.parse(name) for name in rule])
+    drafts = Drafts(OPTIONS, 7, SURE["fits"])
+    bench = AutoBench(engine, engine, on_cuda=False, clock=lambda: engine.now)
+    return bench.cell(4, 1024, drafts, 9.0), engine, drafts
+
+
+OPTIONS = Options.of(8, 15)
+COSTS = dict(zip(OPTIONS.names, (5000, 10_000, 11_000, 12_000, 20_000), strict=True))
+
+
 @pytest.mark.parametrize("rule", [["chain"], ["chain", "plain"]])
 def test_the_automatic_policy_is_weighed_against_the_best_fixed_one(rule: list[str]) -> None:
-    options = Options.of(8, 15)
-    costs = dict(zip(options.names, (5000, 10_000, 11_000, 12_000, 20_000), strict=True))
-    engine = FakeEngine(costs, [TreePolicy.parse(name) for name in rule])
-    drafts = Drafts(options, 7, SURE["fits"])
-    bench = AutoBench(engine, engine, on_cuda=False, clock=lambda: engine.now)
-    found = bench.cell(4, 1024, drafts, 9.0)
+    found, engine, drafts = _weighed(rule)
     assert engine.prepared == (4, 1024)
     chain = drafts.tokens[1]
     assert found["best"] == "chain"
     assert found["rates"]["chain"] == pytest.approx(4 * chain / 0.010, rel=1e-3)
+    assert found["rates"]["plain"] == pytest.approx(4 / 0.005, rel=1e-3)
     taken = [1.0 if name == "plain" else chain for name in rule]
-    rate = 4 * sum(taken) / sum(costs[name] / 1e6 for name in rule)
+    rate = 4 * sum(taken) / sum(COSTS[name] / 1e6 for name in rule)
     assert found["rates"]["auto"] == pytest.approx(rate, rel=1e-3)
     assert found["of_best"] == pytest.approx(rate * 0.010 / (4 * chain), rel=1e-3)
     assert sum(found["used"].values()) == BLOCK * found["rounds"]
+    assert sum(found["used_learning"].values()) == LEARNING_STEPS
     assert all(walk.chain for walk in engine.walks)
     line = automatic([found | {"drafter": "fits"}])[2]
     assert f"| {found['of_best']:.1%} |" in line
     assert line.startswith(f"| fits | 4 | 1024 | chain | {4 * chain / 0.010:.0f} |")
 
 
-def test_points_of_the_automatic_policy_that_are_there_are_left_out() -> None:
-    found = _points(AUTO[:3])
-    assert auto_left(found) == list(AUTO[3:])
-    assert not is_complete(ROLES["auto"], {"auto": found}, ())
-    assert is_complete(ROLES["auto"], {"auto": [*found, *_points(AUTO[3:])]}, ())
+def test_a_trial_counts_by_its_share_of_all_timed_steps() -> None:
+    """A median of rounds would leave out a round with a trial, or show it alone."""
+    rule = ["chain"] * (LEARNING_STEPS + BLOCK) + ["plain"] * 5 + ["chain"] * (BLOCK - 5)
+    found, _, drafts = _weighed(rule)
+    assert found["used"] == {"plain": 5, "chain": 2 * BLOCK - 5}
+    chain, steps = drafts.tokens[1], 2 * BLOCK
+    tokens, us = 5 + (steps - 5) * chain, 5 * 5000 + (steps - 5) * 10_000
+    assert found["of_best"] == pytest.approx(tokens / us / (chain / 10_000), rel=1e-3)
+    assert found["of_best"] < 1
+
+
+def test_learning_goes_on_between_points_of_a_batch_size() -> None:
+    engine = FakeEngine(COSTS, [TreePolicy.parse("chain")])
+    drafts = Drafts(OPTIONS, 7, SURE["fits"])
+    bench = AutoBench(engine, engine, on_cuda=False, clock=lambda: engine.now)
+    learnt = [bench.cell(b, 1024, drafts, 0.0)["used_learning"]["chain"] for b in (1, 1, 4, 1)]
+    assert learnt == [LEARNING_STEPS, SETTLING_STEPS, LEARNING_STEPS, SETTLING_STEPS]
+
+
+@pytest.mark.parametrize("name", ["auto", "auto_fits", "auto_badly"])
+def test_points_of_the_automatic_policy_that_are_there_are_left_out(name: str) -> None:
+    role = ROLES[name]
+    wanted = [(kind, *point) for kind in role.auto for point in AUTO]
+    assert len(wanted) == 10 * len(role.auto)
+    assert set(role.auto) <= set(SURE)
+    found = _points(wanted[:3])
+    assert auto_left(role, found) == wanted[3:]
+    assert not is_complete(role, {"auto": found}, ())
+    assert is_complete(role, {"auto": _points(wanted)}, ())
 
 
 def _points(triples: Any) -> list[dict[str, Any]]:
