@@ -8,7 +8,7 @@
 # roles that would wait for that are left out, with the reason, after some seconds.
 #
 # Roles (rank_slice.py) load SGLang side by side and then run one after the other; each but the first
-# has its own seconds kept for it, the first what they leave. Small ones (moe_*, few, triton, long)
+# has its own seconds kept for it, the first what they leave. Small ones (moe_*, few*, triton, long)
 # are all built before any of them is measured. `slice_old_draft` (the drafter on SGLang's attention)
 # and `slice_triton` (the experts on Triton as well) run only if those before measured nothing.
 # Without roles: what was missing, in the order of its worth, for 250 seconds.
@@ -29,16 +29,12 @@ roles=("${given[@]%%=*}")
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 python=${PYTHON:-python3}
-[ -z "${SLICE_MODULES:-}" ] || modules=$(cd "$SLICE_MODULES" && pwd) || exit 2
+[ -z "${SLICE_MODULES:-}" ] || SLICE_MODULES=$(cd "$SLICE_MODULES" && pwd) || exit 2
 use_checkout "$root" kernels workers orchestrator
 mkdir -p "$out/roles"
 rm -f "$out"/roles/*.{done,built} # of a run before
 export OVERSTORY_KERNELS=${OVERSTORY_KERNELS:-cuda} PYTHONPATH=$work/plugin:$PYTHONPATH
-if [ -n "${modules:-}" ]; then
-  export TVM_FFI_CACHE_DIR=$modules/tvm-ffi PYTHONPATH=$modules/python:$PYTHONPATH
-  export OVERSTORY_KERNEL_CACHE=$modules/overstory
-  [ ! -d "$modules/triton" ] || export TRITON_CACHE_DIR=$modules/triton
-fi
+[ -z "${SLICE_MODULES:-}" ] || use_modules "$SLICE_MODULES" || exit 2
 
 bundle() {
   {
@@ -100,7 +96,7 @@ run() { # role, seconds from now, roles that run before it
 }
 early=()
 for role in "${roles[@]}"; do
-  case $role in moe_* | few | triton | long) early+=("$role") ;; esac
+  case $role in moe_* | few* | triton | long) early+=("$role") ;; esac
 done
 RANK_SLICE_BUILT=$(IFS=,; echo "${early[*]}") # nobody is measured before these are built
 export RANK_SLICE_BUILT

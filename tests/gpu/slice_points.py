@@ -46,7 +46,7 @@ def grid() -> list[Cell]:
 def few() -> list[Cell]:
     """Points that an engine of few layers measures, where all of them would not fit or take too
     long: the longest contexts, and each where SGLang's Triton attention is compared."""
-    ours = [Cell(b, 200_000, (9, *_OTHERS), "overstory") for b in (4, 16)]
+    ours = longest()
     both = [(b, c) for b in (1, 4) for c in CONTEXTS]
     ours += [Cell(b, c, (9,), "overstory") for b, c in both if (b, c) != (4, 200_000)]
     return ours + [Cell(b, c, (9,), "triton") for b, c in both]
@@ -64,6 +64,17 @@ def again() -> list[Cell]:
     ours = [Cell(1, c, (9,), "overstory", profiled=False) for c in lengths]
     ours += [Cell(1, c, (9, 8, 17, 33, 1), "overstory") for c in lengths]
     return ours + [Cell(b, c, (9, 8, 1), "overstory") for c in (65536, 8192) for b in (4, 16)]
+
+
+def rest() -> list[Cell]:
+    """What `again` leaves of several requests up to 65k: with it all of those are of one commit."""
+    short = [Cell(b, 1024, (9, *_OTHERS), "overstory") for b in (16, 4)]
+    return short + [Cell(b, c, (17, 33), "overstory") for c in (65536, 8192) for b in (16, 4)]
+
+
+def longest() -> list[Cell]:
+    """Several requests of 200k, whose KV of all layers does not fit."""
+    return [Cell(b, 200_000, (9, *_OTHERS), "overstory") for b in (4, 16)]
 
 
 def levers() -> list[Cell]:

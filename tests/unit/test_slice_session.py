@@ -25,7 +25,7 @@ from slice_bench import keep_launches
 from slice_config import published
 from slice_counted import automatic, long_prompt, touched
 from slice_modules import SLOW, modules
-from slice_points import Cell, against_triton
+from slice_points import Cell, again, against_triton, grid, longest, rest
 from slice_report import Report
 from slice_resume import cells_left, counts_left, rows_left, stages_left
 from slice_roles import AUTO, COUNTED, ROLES, auto_left, is_complete, needed_s, not_built
@@ -249,7 +249,7 @@ def test_learning_goes_on_between_points_of_a_batch_size() -> None:
     assert learnt == [LEARNING_STEPS, SETTLING_STEPS, LEARNING_STEPS, SETTLING_STEPS]
 
 
-@pytest.mark.parametrize("name", ["auto", "auto_fits", "auto_badly"])
+@pytest.mark.parametrize("name", ["auto", "auto_fits", "rest"])
 def test_points_of_the_automatic_policy_that_are_there_are_left_out(name: str) -> None:
     role = ROLES[name]
     wanted = [(kind, *point) for kind in role.auto for point in AUTO]
@@ -259,6 +259,18 @@ def test_points_of_the_automatic_policy_that_are_there_are_left_out(name: str) -
     assert auto_left(role, found) == wanted[3:]
     assert not is_complete(role, {"auto": found}, ())
     assert is_complete(role, {"auto": _points(wanted)}, ())
+
+
+def test_again_and_rest_time_every_point_of_the_grid_with_our_attention_once() -> None:
+    wanted = {(c.batch, c.context, r) for c in grid() if c.backend == "overstory" for r in c.rows}
+    made = [
+        (c.batch, c.context, r)
+        for cell in (again(), rest(), longest())
+        for c in cell
+        if c.profiled
+        for r in c.rows
+    ]
+    assert sorted(made) == sorted(wanted)
 
 
 def _points(triples: Any) -> list[dict[str, Any]]:
