@@ -146,7 +146,7 @@ class EngineHarness:
         self.server_args = ServerArgs(**(fields | server_args))
         publish(self.server_args, role="scheduler")
         ports = PortArgs.init_new(self.server_args)
-        self._gpu = self.first_gpu + tp_rank if self.device == "cuda" else 0
+        self._gpu = self.gpu_of(tp_rank) if self.device == "cuda" else 0
         self.scheduler = Scheduler(self.server_args, ports, self._gpu, tp_rank, 0, 0, 0, 0, None)
         if writer := self.scheduler.load_snapshot_writer:
             # Nobody reads its file in /dev/shm, and SGLang would leave it there.
@@ -158,6 +158,10 @@ class EngineHarness:
         self._thread = threading.Thread(target=self._loop, name="event-loop", daemon=True)
         self._thread.start()
         self._gate.wait_idle()
+
+    def gpu_of(self, tp_rank: int) -> int:
+        """Number of the GPU of a rank."""
+        return self.first_gpu + tp_rank
 
     def submit(
         self,

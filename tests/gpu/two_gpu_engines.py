@@ -5,6 +5,7 @@
 
 Roles, each an own process that may run beside the others:
     hand_off    two replicas of one rank: the second takes the first's weights, then gives it its KV
+    hand_off_tp2  the same of two ranks each, one replica's on GPUs 0 and 1, the other's on 1 and 0
     tp2         two ranks with CUDA graphs: texts by policy, digests by NCCL, 10,000 steps
     tp2_custom  the same with SGLang's own all-reduce, texts only
 `compare` holds the texts of the roles against each other. Needs SGLang on PYTHONPATH and the
@@ -27,14 +28,16 @@ from pathlib import Path
 from typing import Any
 
 os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"] = "0"  # it would wait in every step
+# Other parts take memory on one of the GPUs meanwhile.
+os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engine")]
 
 from engine_compare import first_difference  # noqa: E402
 from engine_cuda import CudaEngine  # noqa: E402
 from tp2_harness import Tp2Harness  # noqa: E402
+from two_gpu_turn import turn  # noqa: E402
 
 from overstory.workers.environment import prepare_process  # noqa: E402
-from overstory.workers.handoff import peers  # noqa: E402
 from overstory.workers.handoff.pieces import PIECE_BYTES  # noqa: E402
 
 TOY = os.environ.get("TWO_GPU_TOY") == "1"
@@ -46,7 +49,8 @@ CONTEXT = 256 if TOY else 2048
 POLICIES = ("plain", "chain", "tree-15", "tree-31")
 STEPS = 60 if TOY else 10_000
 START_S = 150.0
-peers.OFFER_S = START_S  # the ticket goes to the other process before either engine starts
+MEET_S = 60.0
+"""A replica that imports SGLang for the first time, beside others, comes to the meeting late."""
 ONE_GPU = os.environ.get("HANDOFF_TEST_TRANSPORT") == "tcp"
 KIND: Any = "tcp" if TOY or ONE_GPU else "nccl"
 NEAR = 0.13
@@ -80,7 +84,7 @@ def fields(drafter: str, **more: Any) -> dict[str, Any]:
             "enforce_disable_flashinfer_allreduce_fusion": True,
             "cuda_graph_bs_decode": [1, 8],
             "max_total_tokens": 131072,
-            "mem_fraction_static": 0.35,
+            "mem_fraction_static": 0.9,  # of what is there, where others are beside it
             "skip_server_warmup": True,
             "page_size": 1,
             "log_level": "info",
@@ -203,95 +207,151 @@ class GivingEngine(CudaEngine):
 
 
 class TakingEngine(GivingEngine):
-    """Takes its weights from another, once that is up.
+    """Takes its weights from another, once that is up, rank from rank.
 
     Args:
-        ticket: of the other's communicator `weights`; empty: from disk.
-        up: file that is there once it serves.
+        up: file that is there once the other one serves, with the tickets of its ranks'
+            communicators `weights`. Where it never comes, weights come from disk.
     """
 
-    def __init__(self, model: str, ticket: bytes, up: str, **arguments: Any) -> None:
+    def __init__(self, model: str, up: str, **arguments: Any) -> None:
         from handoff_support import _PEERS
 
         from overstory.workers.handoff.loading import SHELF
 
+        rank = arguments.get("tp_rank", 0)
         if self.device == "cuda":
             import torch
 
-            torch.cuda.set_device(self.first_gpu)
+            torch.cuda.set_device(self.gpu_of(rank))
         import sglang.srt.managers.scheduler  # noqa: F401  # while the other one starts
 
-        # Where the file never comes, it is loaded from disk.
         deadline = time.monotonic() + START_S
         while not Path(up).exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         try:
+            ticket = json.loads(Path(up).read_text())[rank].encode()
             _PEERS.open("weights", KIND, ticket, 30.0, 30.0, PIECE_BYTES[KIND], START_S)
             SHELF.source = _PEERS.taker("weights")
         except Exception as error:
             SHELF.reason = f"did not meet: {error}"
-        begun = time.perf_counter()
+        _STARTED.append(time.perf_counter())
         super().__init__(model, **arguments)
-        self._started_s = time.perf_counter() - begun
+        _STARTED.append(time.perf_counter())
         SHELF.source = None
         _PEERS.close("weights")
 
-    def weights(self) -> dict[str, Any]:
-        """Where they came from."""
-        from overstory.workers.handoff.loading import SHELF
 
-        return {
-            "bytes": SHELF.taken.bytes,
-            "seconds": SHELF.taken.seconds,
-            "disk": SHELF.reason,
-            "start_s": self._started_s,
-        }
+class GivingTp2(Tp2Harness, GivingEngine):
+    """Ranks on GPUs 0 and 1."""
+
+    rank_kind = GivingEngine
+
+
+class CrossedEngine(TakingEngine):
+    """A rank of `TakingTp2`."""
+
+    def gpu_of(self, tp_rank: int) -> int:
+        """Ranks alike of two replicas are on two GPUs: NCCL takes no two on one."""
+        return 0 if ONE_GPU else 1 - tp_rank
+
+
+class TakingTp2(Tp2Harness, CrossedEngine):
+    """Ranks on GPUs 1 and 0."""
+
+    rank_kind = CrossedEngine
+
+
+_STARTED: list[float] = []
+"""When this rank's engine began to start and when it was up, by `time.perf_counter`."""
+
+
+def weights_of(scheduler: Any) -> dict[str, Any]:
+    """On a rank: where its weights came from."""
+    from overstory.workers.handoff.loading import SHELF
+
+    return {
+        "device": str(next(scheduler.model_worker.model_runner.model.parameters()).device),
+        "bytes": SHELF.taken.bytes,
+        "seconds": SHELF.taken.seconds,
+        "disk": SHELF.reason,
+        "start_s": _STARTED[1] - _STARTED[0],
+    }
+
+
+def offer_weights(scheduler: Any) -> str:
+    """On a rank: the ticket of its communicator."""
+    from handoff_support import _PEERS
+
+    del scheduler
+    return _PEERS.offer("weights").decode()
+
+
+def give_weights(scheduler: Any) -> str:
+    """On a rank: meets the one that takes; why not, if not."""
+    from handoff_support import _PEERS
+
+    del scheduler
+    try:
+        _PEERS.open("weights", KIND, None, MEET_S, 30.0, PIECE_BYTES[KIND], START_S)
+        return ""
+    except Exception:
+        return traceback.format_exc()[-3000:]
 
 
 def hand_off(report: Callable[[str, Any], None], out: Path, deadline: float) -> None:
     """One replica's weights go to the other, whose sequences then come back with their KV."""
     del deadline
-    from handoff_support import _PEERS, OtherReplica
+    _hand_off(report, out, (GivingEngine, TakingEngine), 31900)
 
+
+def hand_off_tp2(report: Callable[[str, Any], None], out: Path, deadline: float) -> None:
+    """The same between two replicas of TP 2, rank to rank, which share the two GPUs."""
+    del deadline
+    _hand_off(report, out, (GivingTp2, TakingTp2), 34900)
+
+
+def _hand_off(
+    report: Callable[[str, Any], None], out: Path, kinds: tuple[Any, Any], port: int
+) -> None:
+    from handoff_support import OtherReplica
+
+    giving, taking = kinds
     target, drafter = pair()
-    up = out / "replica.up"
+    up = out / f"replica-{port}.up"
     up.unlink(missing_ok=True)
-    ticket = _PEERS.offer("weights")
     begun = time.perf_counter()
     other: list[Any] = []
 
     def start_other() -> None:
-        given = fields(drafter, port=32900, ticket=ticket, up=str(up))
-        other.append(OtherReplica(target, TakingEngine, 0 if TOY or ONE_GPU else 1, **given))
+        given = fields(drafter, port=port + 1000, up=str(up))
+        other.append(OtherReplica(target, taking, 0 if TOY or ONE_GPU else 1, **given))
 
     starting = threading.Thread(target=start_other)
     starting.start()
-    here = GivingEngine(target, **fields(drafter, port=31900))
+    here = giving(target, **fields(drafter, port=port))
     report("start_s", round(time.perf_counter() - begun, 1))
-    up.touch()
-    _give_weights(report)
-    said(here, report, prompts(8, 128))
+    _show(up, json.dumps(here.at_boundary(offer_weights)))
+    if any(failed := here.at_boundary(give_weights)):
+        report("weights_failed", failed)
     starting.join()
     there = other[0]
     try:
-        report("weights", there.call("weights"))
-        _move(report, here, there)
+        with turn() as waited_s:
+            report("waited_s", round(waited_s, 1))
+            report("weights", there.call("at_boundary", weights_of))
+            said(here, report, prompts(8, 128))
+            _move(report, here, there)
     finally:
         there.close()
         here.close()
 
 
-def _give_weights(report: Callable[[str, Any], None]) -> None:
-    from handoff_support import _PEERS
-
-    try:
-        if not TOY:
-            import torch
-
-            torch.cuda.set_device(0)
-        _PEERS.open("weights", KIND, None, START_S, 30.0, PIECE_BYTES[KIND], START_S)
-    except Exception:
-        report("weights_failed", traceback.format_exc()[-3000:])
+def _show(file: Path, content: str) -> None:
+    """The file is there with all of it, or not there."""
+    part = file.with_suffix(".part")
+    part.write_text(content)
+    part.replace(file)
 
 
 def _move(report: Callable[[str, Any], None], here: Any, there: Any) -> None:
@@ -333,10 +393,9 @@ def _move(report: Callable[[str, Any], None], here: Any, there: Any) -> None:
         for way in ("first", "again"):
             here.flush_cache()
             taken = {"key": "k", "name": "k", "texts": cut, "budget": 1 << 34}
-            done = here.at_boundary(command, "kv_take", taken)[0]
+            done = here.at_boundary(command, "kv_take", taken)
             here.at_boundary(audit)
-            gb_s = done["bytes"] / max(done["seconds"], 1e-9) / 1e9
-            report(f"taken {way}", done | {"gb_s": gb_s})
+            report(f"taken {way}", [one | {"gb_s": _gb_s(one)} for one in done])
         there.call("at_boundary", command, "kv_let_go", {"key": "k"})
         here.at_boundary(close_peer, "k")
         there.call("at_boundary", close_peer, "k")
@@ -349,6 +408,10 @@ def _move(report: Callable[[str, Any], None], here: Any, there: Any) -> None:
         here.assert_no_leak()
         there.call("assert_no_leak")
         report("no_leak", True)
+
+
+def _gb_s(carried: dict[str, Any]) -> float:
+    return float(carried["bytes"] / max(carried["seconds"], 1e-9) / 1e9)
 
 
 def resumed(
@@ -470,6 +533,7 @@ def long_run(engine: Any, report: Callable[[str, Any], None], deadline: float) -
 
 ROLES: dict[str, Callable[..., None]] = {
     "hand_off": hand_off,
+    "hand_off_tp2": hand_off_tp2,
     "tp2": tp2,
     "tp2_custom": lambda *given: tp2(*given, disable_custom_all_reduce=False),
 }
@@ -498,7 +562,7 @@ def main() -> None:
         report("failed", traceback.format_exc()[-6000:])
     for child in multiprocessing.active_children():
         child.kill()
-    os._exit(0)  # Whatever a failed part has left must not hold the machine.
+    os._exit("failed" in results)  # Whatever a failed part has left must not hold the machine.
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
     two_gpu_kimi.py hand_off OUT SECONDS
 
 All 61 layers at a rank's shapes (`slice_config.py`), made-up weights, KV of every layer. What the
-KV replaces is measured in the same run: the prefill of the same tokens. Needs SGLang on PYTHONPATH
-and the plugin's entry point; see two_gpu_session.sh. Writes OUT/kimi_hand_off.json as it goes.
+KV replaces is measured in the same run: the prefill of the same tokens, on both GPUs at once. KV of
+`MADE_UP` tokens goes over too, whose prefill would take minutes: there it is memory as it comes.
+Needs SGLang on PYTHONPATH and the plugin's entry point; see two_gpu_session.sh. Writes
+OUT/kimi_hand_off.json as it goes.
 TWO_GPU_TOY=1 rehearses on a CPU.
 """
 
@@ -26,12 +28,18 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "eng
 
 from slice_config import published, rank_drafter, rank_target, toy, write_pair  # noqa: E402
 from slice_engine import SliceEngine, leave_other_models  # noqa: E402
+from two_gpu_turn import turn  # noqa: E402
 
 TOY = os.environ.get("TWO_GPU_TOY") == "1"
 if TOY:
     SliceEngine.device = "cpu"
-ROWS = 16
+ROWS = 33
 LENGTHS = (200, 400) if TOY else (8192, 32768)
+MADE_UP = 1000 if TOY else 200_000
+LAST = 600 if TOY else 65536
+"""Computed last: its prefill takes most of the time."""
+BUDGET = 1 << 30
+"""Bytes at a boundary: the most that a deployment takes (`orchestrator.handoff.MOST_BYTES`)."""
 KIND: Any = "tcp" if TOY else "nccl"
 LAYERS = int(os.environ.get("TWO_GPU_KIMI_LAYERS", "61"))
 
@@ -43,17 +51,22 @@ class KimiEngine(SliceEngine):
         if self.device == "cuda":
             import torch
 
-            torch.cuda.set_device(self.first_gpu)
+            torch.cuda.set_device(self.gpu_of(0))
         pair = (f"{folder}/target", f"{folder}/drafter")
         super().__init__(pair, ROWS, 0, False, 20.0, **arguments)
+
+    def flush_cache(self) -> None:
+        """As in every engine, once what runs ahead of its results has ended."""
+        self.step(3)
+        super().flush_cache()
 
 
 def fields(port: int) -> dict[str, Any]:
     if TOY:
         return {"context_length": 4096, "max_total_tokens": 4096, "port": port}
     return {
-        "context_length": 65536,
-        "max_total_tokens": 2 * max(LENGTHS) + 4096,
+        "context_length": 202_752,
+        "max_total_tokens": MADE_UP + 8192,
         "max_running_requests": 4,
         "cuda_graph_bs_decode": [1],
         "chunked_prefill_size": 8192,
@@ -122,9 +135,24 @@ def take_weights(scheduler: Any, name: str) -> dict[str, Any]:
     return {"bytes": done.bytes, "seconds": done.seconds, "same": before == after}
 
 
+def make_up(scheduler: Any, tokens: list[int]) -> int:
+    """A text is in the prefix cache, its KV what lies there. Returns its length."""
+    import torch
+
+    from overstory.workers.handoff import cached
+
+    with torch.inference_mode():
+        held = cached.hold(scheduler, tokens)
+        slots = cached.take_slots(scheduler, len(tokens) - len(held.slots))
+        assert slots is not None, "no room"
+        cached.put_in(scheduler, tokens, held, slots)
+        cached.let_go(scheduler, held)
+    return len(tokens)
+
+
 def hand_off(report: Callable[[str, Any], None], out: Path) -> None:
     """Prompts that one replica has computed go to the other."""
-    from handoff_support import OtherReplica, close_peer, command, connect
+    from handoff_support import OtherReplica, close_peer, connect
 
     target, drafter = toy() if TOY else (published("kimi-k2.6"), published("kimi-k2.6-dflash"))
     ranks = 2 if TOY else 8
@@ -142,53 +170,79 @@ def hand_off(report: Callable[[str, Any], None], out: Path) -> None:
     there = other[0]
     report("start_s", round(time.perf_counter() - begun, 1))
     report("layers", here.worker.model_runner.model_config.num_hidden_layers)
+    report("compiled", here.compiled)
     try:
-        first_token_s(here, prompt(300))  # whatever is built at the first prefill
+        for engine in (here.generate, lambda *given: there.call("generate", *given)):
+            engine([prompt(300)], asked(4))  # whatever is built at the first prefill
         connect(here, there, "k", 60.0)
-        there.call("generate", [prompt(LENGTHS[0])], asked(1))
         for length in LENGTHS:
-            tokens = prompt(length)
-            there.call("generate", [tokens], asked(1))
-            key = f"k{length}"
-            texts = [{"rid": "none", "tokens": tokens}]
-            held = there.call("at_boundary", command, "kv_hold", {"key": key, "texts": texts})[0]
-            found: dict[str, Any] = {"tokens": length, "held": held["lengths"][0]}
-            here.flush_cache()
-            found["prefill_s"] = first_token_s(here, tokens)
-            for number in range(3):
-                here.flush_cache()
-                taken = {
-                    "key": key,
-                    "name": "k",
-                    "texts": [tokens[: held["lengths"][0]]],
-                    "budget": 1 << 30,
-                }
-                boundaries, total, seconds, begun = 0, 0, 0.0, time.perf_counter()
-                while True:
-                    done = here.at_boundary(command, "kv_take", taken)[0]
-                    boundaries, total = boundaries + 1, total + done["bytes"]
-                    seconds += done["seconds"]
-                    if done["done"]:
-                        break
-                found[f"taken {number}"] = {
-                    "bytes": total,
-                    "seconds": seconds,
-                    "wall_s": time.perf_counter() - begun,
-                    "gb_s": total / max(seconds, 1e-9) / 1e9,
-                    "boundaries": boundaries,
-                    "failed": done["failed"],
-                }
-                if number == 2:
-                    found["first_token_with_s"] = first_token_s(here, tokens)
-            there.call("at_boundary", command, "kv_let_go", {"key": key})
-            report(f"kv of {length}", found)
-        report("weights_bytes", there.call("at_boundary", serve_weights)[0])
-        report("weights", here.at_boundary(take_weights, "k")[0])
+            with turn():
+                report(f"kv of {length}", computed(here, there, prompt(length)))
+        with turn():
+            report(f"kv of {MADE_UP}, made up", made_up(here, there, prompt(MADE_UP)))
+            report("weights_bytes", there.call("at_boundary", serve_weights)[0])
+            report("weights", here.at_boundary(take_weights, "k")[0])
+        with turn():
+            report(f"kv of {LAST}", computed(here, there, prompt(LAST)))
         here.at_boundary(close_peer, "k")
         there.call("at_boundary", close_peer, "k")
     finally:
         there.close()
         here.close()
+
+
+def computed(here: Any, there: Any, tokens: list[int]) -> dict[str, Any]:
+    """Both compute a prompt at the same time; then its KV goes over."""
+    for flush in (here.flush_cache, lambda: there.call("flush_cache")):
+        flush()
+    there.begin("generate", [tokens], asked(1))
+    found: dict[str, Any] = {"prefill_s": first_token_s(here, tokens)}
+    there.end()
+    return found | moved(here, there, tokens)
+
+
+def made_up(here: Any, there: Any, tokens: list[int]) -> dict[str, Any]:
+    """KV that nobody has computed goes over."""
+    there.call("flush_cache")
+    there.call("at_boundary", make_up, tokens[:-1])
+    return moved(here, there, tokens)
+
+
+def moved(here: Any, there: Any, tokens: list[int]) -> dict[str, Any]:
+    """The KV of a text goes over, three times; the time to a first token with it."""
+    from handoff_support import command
+
+    text = [{"rid": "none", "tokens": tokens}]
+    held = there.call("at_boundary", command, "kv_hold", {"key": "k", "texts": text})[0]["lengths"]
+    found: dict[str, Any] = {"tokens": len(tokens), "held": held[0], "taken": []}
+    order = {"key": "k", "name": "k", "texts": [tokens[: held[0]]], "budget": BUDGET}
+    for _ in range(3):
+        here.flush_cache()
+        found["taken"].append(taken(here, order))
+    found["first_token_with_s"] = first_token_s(here, tokens)
+    there.call("at_boundary", command, "kv_let_go", {"key": "k"})
+    return found
+
+
+def taken(here: Any, order: dict[str, Any]) -> dict[str, Any]:
+    """All of an order, boundary after boundary: `seconds` of taking, `wall_s` in all."""
+    from handoff_support import command
+
+    boundaries, total, seconds, begun = 0, 0, 0.0, time.perf_counter()
+    while True:
+        done = here.at_boundary(command, "kv_take", order)[0]
+        boundaries, total = boundaries + 1, total + done["bytes"]
+        seconds += done["seconds"]
+        if done["done"]:
+            break
+    return {
+        "bytes": total,
+        "seconds": seconds,
+        "wall_s": time.perf_counter() - begun,
+        "gb_s": total / max(seconds, 1e-9) / 1e9,
+        "boundaries": boundaries,
+        "failed": done["failed"],
+    }
 
 
 def main() -> None:
@@ -213,7 +267,7 @@ def main() -> None:
         report("failed", traceback.format_exc()[-6000:])
     for child in multiprocessing.active_children():
         child.kill()
-    os._exit(0)
+    os._exit("failed" in results)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,11 @@
 #   tests/gpu/two_gpu_session.sh OUT SECONDS [PART...]
 #
 # TWO_GPU_TOY=1 rehearses every part on a CPU.
+# SLICE_MODULES: as for rank_slice_session.sh. kimi.hand_off needs them; others then find there what
+# they would compile, or put it there.
 # Parts: comm, which runs by itself; comm.kv (its rates alone), engines.ROLE, deployed.CASE and
 # kimi.hand_off (two_gpu_engines.py, two_gpu_deployed.py, two_gpu_kimi.py), which then run side by side,
-# each with what is left of the time. Needs python3 with torch and CuPy; for engines SGLang and nvcc,
+# each with what is left of the time; kimi.hand_off and engines.hand_off_tp2 measure in turn. Needs python3 with torch and CuPy; for engines SGLang and nvcc,
 # for deployments Ray. No install of this project.
 # NVLink multicast is left off (NCCL_NVLS_ENABLE=0): on a shared host it can stop the other GPUs.
 # Into OUT: summary.txt, comm.json, engines_*.json, deployed_*.json, kimi_*.json, logs.txt
@@ -22,7 +24,10 @@ parts=("$@")
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 python=${PYTHON:-python3}
+[ -z "${SLICE_MODULES:-}" ] || SLICE_MODULES=$(cd "$SLICE_MODULES" && pwd) || exit 2
 use_checkout "$root" kernels workers orchestrator clusters
+[ -z "${SLICE_MODULES:-}" ] || use_modules "$SLICE_MODULES" || exit 2
+export TWO_GPU_TURN=$work/turn # whose turn it is to measure: two_gpu_turn.py
 kernels=cuda
 [ "${TWO_GPU_TOY:-0}" != 1 ] || kernels=auto
 export OVERSTORY_KERNELS=${OVERSTORY_KERNELS:-$kernels} PYTHONPATH=$work/plugin:$PYTHONPATH

@@ -20,6 +20,15 @@ use_checkout() {
   cd "$work/links" || exit 1
 }
 
+# use_modules MODULES: what slice_modules.sh built is found instead of being compiled.
+use_modules() {
+  local modules
+  modules=$(cd "$1" && pwd) || return 2
+  export TVM_FFI_CACHE_DIR=$modules/tvm-ffi PYTHONPATH=$modules/python:$PYTHONPATH
+  export OVERSTORY_KERNEL_CACHE=$modules/overstory
+  [ ! -d "$modules/triton" ] || export TRITON_CACHE_DIR=$modules/triton
+}
+
 # build_kernels PYTHON: for the GPU of this machine; prints what the build says.
 build_kernels() {
   "$1" -m overstory.kernels.build --arch "sm_$(nvidia-smi --query-gpu=compute_cap \

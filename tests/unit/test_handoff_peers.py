@@ -116,6 +116,15 @@ def test_orders_one_after_the_other(ranks: Ranks) -> None:
             ranks.take(name, none=True)
 
 
+def test_an_order_does_not_wait_for_the_network_to_acknowledge_words(ranks: Ranks) -> None:
+    name, took = ranks.meet(), []
+    for _ in range(40):  # the system does not put off its first acknowledgements
+        begun = time.perf_counter()
+        ranks.take(name)
+        took.append(time.perf_counter() - begun)
+    assert sorted(took)[len(took) // 4] < 0.02, f"an acknowledgement comes after 40 ms: {took}"
+
+
 def test_what_came_wrong_does_not_spoil_the_next_order(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
