@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from policy_world import NUMBERS, OPTIONS, World, automatic_policy, table_of
+from policy_world import NUMBERS, OPTIONS, World, automatic_policy, table_of, tree_of
 from random_trees import random_tree
 
 from overstory.kernels.reference import tree_accept
@@ -53,7 +54,13 @@ def test_shape_counts_kinds_and_opt_outs() -> None:
     assert shape.drafting == (1, 2)
     assert shape.plain == 2
     assert shape.batch == 5
-    assert shape.context == 192
+    assert shape.context == 0
+    assert [shape_of(batch(req(), context=n)).context for n in (256, 2047, 2048, 70000)] == [
+        256,
+        1792,
+        2048,
+        65536,
+    ], "rounded down by less than a quarter"
     assert shape.sampled
     assert not shape_of(batch(req(), req(**{OPT_OUT: True}))).sampled
     assert shape_of(batch(req(), req(7, **spared))).sampled, "it goes through the sampler too"
@@ -283,7 +290,7 @@ def test_what_is_kept_of_a_batch_is_kept_for_that_batch_alone() -> None:
         if what == "reqs":
             at_hand = dice.sample(reqs, dice.randint(1, 3))
         elif what == "length":
-            length = dice.choice([200, 260, 2000])
+            length = dice.choice([200, 600, 2000])
         elif what == "ruled":
             ruled = not ruled
         elif what == "prefill":
@@ -293,6 +300,93 @@ def test_what_is_kept_of_a_batch_is_kept_for_that_batch_alone() -> None:
         assert one._shape_of(now) == shape_of(now, ruled), what
         seen.add(shape_of(now, ruled))
     assert len(seen) > 20
+
+
+@pytest.mark.parametrize("decides", [True, False])
+def test_a_step_that_is_not_looked_at_is_what_a_look_would_give(
+    decides: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a chooser that looks at every step, where the host runs ahead of the device: batches,
+    lengths, rules and beliefs that change now and then."""
+    dice, nothing = random.Random(5), Beliefs.none(len(OPTIONS), places_of(table_of()))
+
+    def beliefs() -> Beliefs:
+        good = tuple(dice.randint(ONE, 6 * ONE) for _ in OPTIONS.nodes)
+        return replace(
+            nothing,
+            version=dice.randint(1, 9999),
+            tokens=(good, good[::-1]),
+            known=(1, 1),
+            probe=dice.choice([0, 0, 1 + dice.choice(NUMBERS)]),
+            holds=dice.choice([1, 2, 8]),
+        )
+
+    coming = [beliefs() for _ in range(400)]
+    pair = []
+    for looks in (False, True):
+        group = SimpleNamespace(decides=decides, host_ints=None)
+        one = StepChooser(OPTIONS, group, False)  # type: ignore[arg-type]
+        one.start(table_of(), 0.0)
+        some = iter(coming)
+        monkeypatch.setattr(one, "_agree", lambda *_, some=some: next(some))
+        if looks:
+            monkeypatch.setattr(one, "_hold", lambda *_: None)
+        pair.append(one)
+    reqs = [req(), req(50), req(**{OPT_OUT: False}), req()]
+    at_hand, length, held = reqs[:1], 100, 0
+    for _ in range(4000):
+        what = dice.choice(["reqs", "prefill", "rule", *["same"] * 200])
+        length = length + 7 if length < 3000 else 100
+        if what == "reqs":
+            at_hand = dice.sample(reqs, dice.randint(1, 3))
+        elif what == "prefill":
+            for one in pair:
+                one.interrupted()
+        elif what == "rule":
+            name = dice.choice(["auto", "auto", "auto<=8", "tree-15"])
+            tree_policy.HOLDER.set_current(parse_policy(name))
+        now = batch(*at_hand, context=length)
+        first, second = (one.next(now) for one in pair)
+        assert first == second, what
+        held += pair[0]._held is not None
+    assert held > 1000, "steps that are not looked at were among them"
+
+
+def test_the_rule_hardly_costs_the_host_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of a step, of which its time is made where a small model runs on a GPU. Steps of a
+    millisecond, one request after the other, a host that runs ahead, acceptance known."""
+    one = StepChooser(OPTIONS, FakeRanks().of(0), False)
+    one.start(table_of((700, 800, 810, 820, 840, 880)), 0.05)
+    tree_policy.HOLDER.set_current(parse_policy("auto"))
+    now, calls = itertools.count(0, 1_000_000 // 2), itertools.count()
+    monkeypatch.setattr(chooser.time, "perf_counter_ns", lambda: next(now))
+    drafts = {}
+    for option in NUMBERS[1:]:
+        tree = tree_of(option, 0.9)
+        accepted = tree_accept(tree, (1 + tree.depths * 8).clamp(max=56), 8)
+        drafts[OPTIONS.policies[option]] = tree, accepted
+
+    def steps(count: int) -> None:
+        alone = req()
+        for number in range(count):
+            if number % 200 == 0:
+                one.interrupted()
+                alone = req()
+            at_hand = batch(alone, context=100 + number % 200 * 7)
+            policy, _ = one.next(at_hand)
+            outcome = one.outcome(at_hand, policy, *drafts[policy]) if policy in drafts else None
+            one.ended(at_hand)
+            if outcome is not None:
+                outcome.judge([True])
+
+    steps(4000)
+    sys.setprofile(lambda _frame, event, _what: event.endswith("call") and next(calls) and None)
+    try:
+        steps(2000)
+    finally:
+        sys.setprofile(None)
+    a_step = next(calls) / 2000
+    assert a_step < 40, a_step
 
 
 def test_a_bound_holds_from_the_next_step_on(monkeypatch: pytest.MonkeyPatch) -> None:

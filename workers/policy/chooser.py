@@ -19,8 +19,15 @@ import torch
 from overstory.kernels.reference import Accepted, Tree
 from overstory.workers import tree_policy
 from overstory.workers.policy import OPT_OUT
-from overstory.workers.policy.beliefs import GREEDY, KINDS, SAMPLED, Beliefs
-from overstory.workers.policy.choice import PROBE_RUN, Decision, Shape, decide, places_of
+from overstory.workers.policy.beliefs import GREEDY, KINDS, NO_PROBE, SAMPLED, Beliefs
+from overstory.workers.policy.choice import (
+    PROBE_RUN,
+    Decision,
+    Shape,
+    decide,
+    place_of,
+    places_of,
+)
 from overstory.workers.policy.compared import BESIDE
 from overstory.workers.policy.cost_table import CostTable
 from overstory.workers.policy.evidence import Walk
@@ -40,12 +47,16 @@ OBSERVED = 2
 """Most requests of a step whose walks are counted, others each time."""
 
 OBSERVED_STEPS = 4
-"""The walks of one step of so many are counted: each takes the host ten microseconds, and what it
-does is time of a step. All steps are, until it is known what a kind of requests accepts."""
+"""The walks of one step of so many are counted. All steps are, until it is known what a kind of
+requests accepts."""
+
+OBSERVED_EVERY_NS = 40_000_000
+"""Least time between two counted steps where much is known already (`Steering.settled`): one takes
+the host 0.1 to 0.2 ms (small launches, a copy, a walk in Python), and that is time of a step."""
 
 _KIND = "overstory_kind"
-_CONTEXT_GRAIN = 64
-"""Contexts are rounded down to a multiple, so that choices can be kept for some steps."""
+_CONTEXT_GRAIN = 256
+"""Contexts are rounded down to a multiple of at least so many, so that choices can be kept."""
 
 
 def speculates(req: Req) -> bool:
@@ -75,9 +86,13 @@ def shape_of(batch: ScheduleBatch, parts: bool = False) -> Shape:
 
 
 def context_of(batch: ScheduleBatch) -> int:
-    """Mean committed length of ``batch``, rounded down."""
+    """Mean committed length of ``batch``, rounded down: by less than 256, or than a quarter."""
     mean = int(batch.seq_lens_sum or 0) // len(batch.reqs)
-    return mean // _CONTEXT_GRAIN * _CONTEXT_GRAIN
+    return mean // _grain(mean) * _grain(mean)
+
+
+def _grain(context: int) -> int:
+    return max(_CONTEXT_GRAIN, 1 << max(0, context.bit_length() - 3))
 
 
 def spare_opted_out(tree: Tree, reqs: Sequence[Req]) -> Tree:
@@ -162,6 +177,32 @@ class _Choice(NamedTuple):
     cost_us: int
 
 
+class _Held(NamedTuple):
+    """Until when a choice stands without another look, since nothing that it was made by changes.
+
+    Attributes:
+        rule: the policy in force.
+        reqs: the batch; what its requests ask for does not change.
+        lengths: committed tokens of all of them: at least, and less than.
+        until: `_Auto.since` by which something is due.
+    """
+
+    rule: AutoPolicy
+    reqs: list[Req]
+    lengths: tuple[int, int]
+    until: int
+
+    def covers(self, rule: object, batch: ScheduleBatch, since: int) -> bool:
+        """Whether a step of ``batch``, so many after the beliefs came, is one of these."""
+        low, high = self.lengths
+        return (
+            since < self.until
+            and (rule is self.rule or rule == self.rule)
+            and low <= int(batch.seq_lens_sum or 0) < high
+            and batch.reqs == self.reqs
+        )
+
+
 @dataclass
 class _Auto:
     """What the automatic rule needs; made once the table is there."""
@@ -171,7 +212,14 @@ class _Auto:
     beliefs: Beliefs
     before: int = PLAIN
     since: int = -1  # steps before the one at hand that were chosen by these beliefs
+    place: int = -1  # of the batch that they were made for
     kept: dict[tuple[Shape, int, tuple[int, ...], bool], Decision] = field(default_factory=dict)
+
+    def due(self, shape: Shape) -> int:
+        """After how many steps the next beliefs come; what is to be tried and when was decided for
+        another batch, if ``shape`` is of another place."""
+        same = place_of(self.table, shape) == self.place
+        return SYNC_STEPS * (self.beliefs.holds if same else 1)
 
 
 class StepChooser:
@@ -202,6 +250,9 @@ class StepChooser:
         self._last: _Choice | None = None
         self._shape: tuple[tuple[Req, ...], Shape] | None = None  # of the last step
         self._ruling = False  # whether the automatic rule chose the step at hand
+        self._held: _Held | None = None
+        self._settled = False
+        self._counted_ns = 0  # when the last walks were counted
         self._begun: tuple[int, int, int] | None = None  # (ns, option, expected us) of this step
         self._ended: tuple[int, int] | None = None  # (ns, batch) of the last step
         self._run = 0  # steps of one option in a row
@@ -215,30 +266,64 @@ class StepChooser:
 
     def next(self, batch: ScheduleBatch) -> tuple[TreePolicy, str]:
         """Policy of the step that now begins, and a text of what it was decided by, for digests."""
+        auto, rule, held, last = self._auto, tree_policy.current(), self._held, self._last
+        if (
+            auto is not None
+            and held is not None
+            and last is not None
+            and held.covers(rule, batch, auto.since + 1)
+        ):
+            auto.since += 1
+            return last.policy, last.told
+        self._held = None
+        return self._looked_at(auto, rule, batch)
+
+    def _looked_at(
+        self, auto: _Auto | None, rule: TreePolicy | AutoPolicy, batch: ScheduleBatch
+    ) -> tuple[TreePolicy, str]:
+        """As `next`, where something may have changed."""
         now, size = time.perf_counter_ns(), len(batch.reqs)
-        auto = self._auto
         if auto is not None and auto.steering is not None:
             self._note_pause(auto.steering, size)
-            self._note_period(auto, auto.steering, now, size)
-        rule = tree_policy.current()
+            self._note_period(auto.steering, now, size)
         if isinstance(rule, TreePolicy):
             self._launched.clear()
             self._ruling = False
             return rule, str(rule)
         assert auto is not None, "an automatic policy is in force without a cost table"
         shape = self._shape_of(batch)
-        chosen = self._last = self._following(auto, self._decide(auto, rule, shape), shape)
-        self._ruling = True
-        if auto.steering is not None:
-            option = chosen.decision.option
-            if self._host_waits:
-                self._begun = (time.perf_counter_ns(), option, chosen.cost_us)
-            else:
-                goes_on = self._launched and self._launched[-1].option == option
-                self._run = self._run + 1 if goes_on else 1
-                launch = _Launch(now, option, shape, chosen.cost_us)
-                self._launched = [*self._launched[-1:], launch]
+        chosen = self._following(auto, self._decide(auto, rule, shape), shape)
+        goes_on = self._ruling and self._last is not None and self._last.policy is chosen.policy
+        self._run = self._run + 1 if goes_on else 1
+        self._last, self._ruling = chosen, True
+        option = chosen.decision.option
+        if auto.steering is not None and self._host_waits:
+            self._begun = (time.perf_counter_ns(), option, chosen.cost_us)
+            return chosen.policy, chosen.told
+        launch = _Launch(now, option, shape, chosen.cost_us)
+        self._launched = [*self._launched[-1:], launch]
+        self._hold(auto, rule, batch, shape)
         return chosen.policy, chosen.told
+
+    def _hold(self, auto: _Auto, rule: AutoPolicy, batch: ScheduleBatch, shape: Shape) -> None:
+        """Sets until when the next steps need not be looked at."""
+        until = auto.due(shape)
+        if auto.beliefs.probe != NO_PROBE and auto.since < PROBE_RUN:
+            until = PROBE_RUN
+        if auto.steering is not None:
+            # Those right after another option and right before one are timed (`compared.py`), which
+            # takes two launches with nothing between; others are compared to nothing.
+            if self._run <= BESIDE + 1:
+                return
+            until -= BESIDE + 2
+        if auto.since + 1 >= until:
+            return
+        self._launched.clear()
+        count = len(batch.reqs)
+        low = shape.context
+        high = low + _grain(low)
+        lengths = (low * count, high * count)
+        self._held = _Held(rule, list(batch.reqs), lengths, until)
 
     def ended(self, batch: ScheduleBatch) -> None:
         """The step has been launched."""
@@ -252,7 +337,7 @@ class StepChooser:
 
     def interrupted(self) -> None:
         """Something else than a decode step comes next: the time that passes is not a step's."""
-        self._ended = self._begun = self._shape = None
+        self._ended = self._begun = self._shape = self._held = None
         self._launched.clear()
 
     def outcome(
@@ -261,18 +346,30 @@ class StepChooser:
         """The step's trees for `PendingSteps`, where they are to be counted: of some steps that the
         automatic rule chose, and of all until it knows the requests' kind."""
         auto = self._auto
-        steering = auto.steering if auto is not None else None
-        if not self._ruling or steering is None or policy.mode == "plain":
+        if not self._ruling or auto is None or auto.steering is None or policy.mode == "plain":
             return None
         self._turn += 1
-        learning = self._last is not None and self._last.decision.why in ("unknown", "trial")
-        if not learning and self._turn % OBSERVED_STEPS:
+        if not self._to_be_counted(auto):
             return None
         kinds = [kind if drafting else None for drafting, kind in map(kind_of, batch.reqs)]
         # One tensor: each copy to the host is a launch.
         columns = (tree.parents, tree.ranks, tree.sizes.unsqueeze(1), accepted.rows)
         told = torch.cat(columns, dim=1).to("cpu", non_blocking=True)
-        return StepOutcome(steering, kinds, policy.mode == "chain", tree.rows, told, self._turn)
+        return StepOutcome(
+            auto.steering, kinds, policy.mode == "chain", tree.rows, told, self._turn
+        )
+
+    def _to_be_counted(self, auto: _Auto) -> bool:
+        why = self._last.decision.why if self._last is not None else ""
+        if why in ("unknown", "trial") or (why == "probe" and auto.since == 0):
+            return True
+        if not self._settled:
+            return self._turn % OBSERVED_STEPS == 0
+        now = time.perf_counter_ns()
+        if now - self._counted_ns < OBSERVED_EVERY_NS:
+            return False
+        self._counted_ns = now
+        return True
 
     def report(self) -> dict[str, Any] | None:
         """For status, JSON-able; None without a table. `choice`, `why`, `table`, `beliefs`
@@ -304,9 +401,9 @@ class StepChooser:
         if allowed is None:
             allowed = self._allowed[rule.most] = self.options.allowed(rule.most)
         auto.since += 1
-        if auto.since == 0 or auto.since >= SYNC_STEPS * auto.beliefs.holds:
+        if auto.since == 0 or auto.since >= auto.due(shape):
             auto.beliefs = self._agree(auto, shape, allowed)
-            auto.since = 0
+            auto.since, auto.place = 0, place_of(auto.table, shape)
             auto.kept.clear()
         since = auto.since
         # The decision of an earlier step under these beliefs, where it is the same one.
@@ -335,6 +432,7 @@ class StepChooser:
                 auto.since, shape, allowed, auto.before, SYNC_STEPS
             )
             self.group.host_ints(believed.to_ints())
+            self._settled = auto.steering.settled(shape)
             return believed
         length = len(auto.beliefs.to_ints())
         return Beliefs.from_ints(self.group.host_ints([0] * length), len(self.options))
@@ -345,13 +443,9 @@ class StepChooser:
         if ended is not None and ended[1] == batch:
             steering.observe_overhead(batch, (time.perf_counter_ns() - ended[0]) // 1000)
 
-    def _note_period(self, auto: _Auto, steering: Steering, now: int, batch: int) -> None:
+    def _note_period(self, steering: Steering, now: int, batch: int) -> None:
         """The time since the last launch, if steps are alike now: the one before still runs while
         a step is launched, so it must have been of the same kind."""
-        # Steps in the middle of a long run are compared to nothing.
-        last_ones = SYNC_STEPS * auto.beliefs.holds - BESIDE - 1
-        if 0 <= auto.since < last_ones and self._run > 2 * BESIDE:
-            return
         if len(self._launched) < 2:
             return
         before, last = self._launched

@@ -92,9 +92,11 @@ class Periods:
     def _row(self, place: int, known: dict[int, int]) -> tuple[int, ...]:
         costs, row = self._costs[place], []
         for option, cost in enumerate(costs):
-            near = min(known, key=lambda o: (o != option, abs(costs[o] - cost), o))
-            unseen = 0 if option == near else (costs[near] + known[near]) * DOUBT // 1000
-            row.append(known[near] + unseen)
+            seen = known.get(option)
+            if seen is None:
+                near = min(known, key=lambda o: (abs(costs[o] - cost), o))
+                seen = known[near] + (costs[near] + known[near]) * DOUBT // 1000
+            row.append(seen)
         return tuple(row)
 
 

@@ -40,8 +40,14 @@ logger = logging.getLogger(__name__)
 RETRY_STEPS = (256, 16384)
 """Steps until a drafter that was switched off is tried again: at first, then doubled, at most."""
 
-HOLDS = 4
+HOLDS = 8
 """Periods that beliefs are in force at most."""
+
+VISIT_WORK_US = 400
+"""What the host does for a visit on a machine of today: beliefs twice, steps that are timed."""
+
+SETTLED = 256
+"""Observations of a kind of requests by which much is known of it."""
 
 OVERHEADS_KEPT = 31
 STANDINGS = ("on", "off", "trial")
@@ -196,12 +202,20 @@ class Steering:
                 continue  # it would tell nothing: neither is known relative to the others
             slower = every[option].cost_us / good.cost_us
             share = every[option].tokens / good.tokens / slower
-            prices[option] = Price(share, PROBE_RUN * slower, known[best] and known[option])
+            work = VISIT_WORK_US / good.cost_us
+            prices[option] = Price(share, PROBE_RUN * slower, known[best] and known[option], work)
         option_due = self._visits.due(place, best, prices)
         if option_due is None:
             return NO_PROBE
         self._probes += 1
         return 1 + option_due
+
+    def settled(self, shape: Shape) -> bool:
+        """Whether much is known of the kinds of requests at hand, so that few of their walks need
+        be counted."""
+        with self._lock:
+            seen = [kind.seen() for kind, n in zip(self._kinds, shape.drafting, strict=True) if n]
+            return self._drafter == ON and all(number >= SETTLED for number in seen)
 
     def _all_known(self, shape: Shape) -> bool:
         """Whether enough is known of the kinds of requests at hand."""

@@ -36,11 +36,13 @@ class Price:
         share: its tokens per time, of those of the best option.
         steps: time of a visit, in steps of the best one.
         known: whether a visit has told what it takes.
+        work: what the host does for a visit, in steps of the best one.
     """
 
     share: float
     steps: float
     known: bool = True
+    work: float = 0.0
 
 
 def interval(price: Price, visits: int) -> float:
@@ -48,9 +50,12 @@ def interval(price: Price, visits: int) -> float:
     if not price.known:
         return STEPS[0] / 2
     lost = max(0.0, 1 - price.share) * price.steps
-    full = min(max(lost * 1000 / LOSS, STEPS[0]), STEPS[1])
+    full = min(max((lost + price.work) * 1000 / LOSS, STEPS[0]), STEPS[1])
     young = not visits or (price.share >= HOPELESS and lost <= DEAR)
-    return max(STEPS[0] / 2, full * min(1.0, visits / YOUNG)) if young else full
+    if young and visits < YOUNG:
+        full = min(max(lost * 1000 / LOSS, STEPS[0]), STEPS[1])
+        return max(STEPS[0] / 2, full * visits / YOUNG)
+    return full
 
 
 class Visits:
