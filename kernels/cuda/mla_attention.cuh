@@ -23,6 +23,14 @@ constexpr float kMinusInfinity = -__builtin_huge_valf();
 // (docs/kernels-attention.md, "How exact it is").
 constexpr float kSlack = 4.0f;
 
+// Nine tiles take values by halves of a warp's columns on sm_120, where registers do not suffice for
+// all of them (nvcc 13.0 spills two); that costs reading the weights twice.
+#if defined(OVERSTORY_MLA_HALVES) || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200)
+constexpr bool kHalves = true;
+#else
+constexpr bool kHalves = false;
+#endif
+
 __device__ __forceinline__ float natural_lse(float m, float l) {
   return l == 0.0f ? kMinusInfinity : (m + log2f(l)) * 0.693147180559945f;
 }
@@ -324,49 +332,6 @@ struct Block {
     __device__ __forceinline__ float base() const { return m == kMinusInfinity ? 0.0f : m; }
   };
 
-  // The scores `own` of the own tile, if this warp has one, and `odd` of a row of the odd tile.
-  // Whether outputs must be rescaled. Both go through each step together: their waits are the same.
-  __device__ __forceinline__ bool weigh(const Args& args, int parity, const float4& own, float odd) {
-    const bool owns = L::kPairs == 4 || has_tile(), odds = has_odd();
-    float4 before = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    float2 odd_before = make_float2(0.0f, 0.0f);
-    if (owns) before = load_state();
-    if (odds) odd_before = load_odd_state();
-    Row row[2] = {{before.x, before.z, 1.0f, false}, {before.y, before.w, 1.0f, false}};
-    Row last{odd_before.x, odd_before.y, 1.0f, false};
-    float top[2] = {fmaxf(own.x, own.z) * args.scale_log2, fmaxf(own.y, own.w) * args.scale_log2};
-    float odd_top = odd * args.scale_log2;
-    const bool own_moves = owns && (row[0].moves(top[0]) || row[1].moves(top[1]));
-    const bool odd_moves = odds && last.moves(odd_top);
-    bool rescales = false, odd_rescales = false;
-    // Seldom: only then do the lanes look for the highest of all keys.
-    if (ptx::any(own_moves || odd_moves)) {
-      if (owns) {
-        OVERSTORY_UNROLL
-        for (int c = 0; c < 2; ++c) {
-          OVERSTORY_UNROLL
-          for (int step = 4; step < 32; step *= 2) {
-            top[c] = fmaxf(top[c], ptx::shfl_xor(top[c], step));
-          }
-          row[c].see(top[c]);
-        }
-        // Where nothing was seen before, there is nothing to rescale.
-        rescales = ptx::any(row[0].rescales || row[1].rescales);
-      }
-      if (odds) {
-        OVERSTORY_UNROLL
-        for (int step = 1; step < 16; step *= 2) {
-          odd_top = fmaxf(odd_top, ptx::shfl_xor(odd_top, step));
-        }
-        last.see(odd_top);
-        odd_rescales = ptx::any(last.rescales);
-      }
-    }
-    if (owns) write_weights(args, parity, own, row, rescales);
-    if (odds) write_odd_weight(args, parity, odd, last, odd_rescales);
-    return rescales || odd_rescales;
-  }
-
   // Weights of a tile's scores for these maxima.
   __device__ __forceinline__ static float4 weights_of(const Args& args, const float4& s,
                                                       const Row (&row)[2]) {
@@ -380,42 +345,10 @@ struct Block {
     return ptx::exp2_fast(fmaf(score, args.scale_log2, -row.base()));
   }
 
-  __device__ __forceinline__ void write_weights(const Args& args, int parity, const float4& s,
-                                                Row (&row)[2], bool rescales) {
-    const int tile = own_tile();
-    const float4 w = weights_of(args, s, row);
-    const uint32_t near = ptx::pack_bf16x2(w.x, w.y), far = ptx::pack_bf16x2(w.z, w.w);
-    uint32_t* to = at<uint32_t>(L::kWeights + parity * L::kWeightBytes) + tile * 64 + lane();
-    to[0] = near;
-    to[32] = far;
-    if (lane() == 0) at<uint8_t>(L::kMoved)[parity * 16 + tile] = rescales ? 1 : 0;
-    if (rescales && lane() < 4) {
-      at<float2>(L::kScaling)[(parity * kTiles + tile) * 4 + lane()] =
-          make_float2(row[0].factor, row[1].factor);
-    }
-    // The sums of what the product will use: of the rounded weights.
-    row[0].l += ptx::bits_float(near << 16) + ptx::bits_float(far << 16);
-    row[1].l += ptx::bits_float(near & 0xffff0000u) + ptx::bits_float(far & 0xffff0000u);
-    const float m[2] = {row[0].m, row[1].m}, l[2] = {row[0].l, row[1].l};
-    store_state(m, l);
-  }
-  __device__ __forceinline__ void write_odd_weight(const Args& args, int parity, float score,
-                                                   const Row& row, bool rescales) {
-    const float weight = weight_of(args, score, row);
-    const uint16_t rounded = ptx::float_to_bf16(weight);
-    at<uint16_t>(L::kWeights + parity * L::kWeightBytes)[(kTiles - 1) * 128 + (lane() & 15) * 8 +
-                                                         odd_row()] = rounded;
-    if (lane() == 0) at<uint8_t>(L::kMoved)[parity * 16 + 8 + warp()] = rescales ? 1 : 0;
-    if ((lane() & 15) == 0) {
-      at<float>(L::kScaling)[(parity * kTiles + kTiles - 1) * 8 + odd_row()] = row.factor;
-    }
-    store_odd_state(row.m, row.l + ptx::bf16_to_float(rounded));
-  }
-
-  // The same in fewer steps: weights are computed as if no maximum moved, while the lanes vote whether
+  // The scores `own` of the own tile, if this warp has one, and `odd` of a row of the odd tile. Whether
+  // outputs must be rescaled. Weights are computed as if no maximum moved, while the lanes vote whether
   // one does; maxima, factors and who moved are written only then.
-  __device__ __forceinline__ bool weigh_ahead(const Args& args, int count, const float4& own,
-                                              float odd) {
+  __device__ __forceinline__ bool weigh(const Args& args, int count, const float4& own, float odd) {
     const int parity = count & 1;
     const bool owns = L::kPairs == 4 || has_tile(), odds = has_odd();
     float4 before = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -544,7 +477,7 @@ struct Block {
     }
   }
 
-  // A bit for each tile whose maxima moved in granule `count`, the odd tile's last (kLean).
+  // A bit for each tile whose maxima moved in granule `count`, the odd tile's last.
   __device__ __forceinline__ uint32_t moved_in(int parity, int count) const {
     const int4* stamps = at<int4>(L::kMoved) + parity * 4;
     uint32_t tiles = 0;
@@ -562,19 +495,11 @@ struct Block {
   // O of the tiles whose maxima moved to the new maxima.
   __device__ __forceinline__ void rescale(int parity, int count) {
     if (!any_moved) return;
-    const uint2* moved = at<uint2>(L::kMoved + parity * 16);
-    const uint2 paired = kLean ? make_uint2(0, 0) : moved[0];
-    const uint2 odd = L::kOdd && !kLean ? moved[1] : make_uint2(0, 0);
-    const uint32_t tiles = kLean ? moved_in(parity, count) : 0;
+    const uint32_t tiles = moved_in(parity, count);
     const float2* scaling = at<float2>(L::kScaling) + parity * kTiles * 4;
     OVERSTORY_UNROLL
     for (int tile = 0; tile < kTiles; ++tile) {
-      const bool is_odd = L::kOdd && tile == kTiles - 1;
-      const uint32_t flag =
-          kLean    ? tiles >> tile & 1
-          : is_odd ? odd.x | odd.y
-                   : (tile < 4 ? paired.x : paired.y) >> (tile & 3) * 8 & 0xff;
-      if (flag == 0) continue;
+      if ((tiles >> tile & 1) == 0) continue;
       const float2 factor = scaling[tile * 4 + (lane() & 3)];
       OVERSTORY_UNROLL
       for (int block = 0; block < 4; ++block) {
@@ -585,7 +510,7 @@ struct Block {
   }
 
   // Values of a granule: this warp's 64 columns, or half of them where registers are scarce.
-  static constexpr int kBlocks = kTiles >= kWarps && !kWholeValues ? 2 : 4;
+  static constexpr int kBlocks = L::kFull && kHalves ? 2 : 4;
   struct Values {
     uint32_t v[kBlocks][4];
   };
@@ -609,7 +534,7 @@ struct Block {
         ptx::ldmatrix_x4_trans(p, weights + tile * 256 + lane() * 16);
       } else {
         uint32_t last[2];
-        ptx::ldmatrix_x2_trans(last, weights + tile * 256 + (kLean ? lane() : lane() & 15) * 16);
+        ptx::ldmatrix_x2_trans(last, weights + tile * 256 + lane() * 16);
         p[0] = last[0], p[1] = last[1];
       }
       const uint32_t first[2] = {p[0], p[1]}, second[2] = {p[2], p[3]};
@@ -656,7 +581,7 @@ struct Block {
     const float high[2] = {kMinusInfinity, kMinusInfinity}, sum[2] = {0.0f, 0.0f};
     if (has_tile()) store_state(high, sum);
     if (has_odd()) store_odd_state(kMinusInfinity, 0.0f);
-    if (thread() < 32) at<typename L::Moved>(L::kMoved)[thread()] = kLean ? -1 : 0;
+    if (thread() < 32) at<int>(L::kMoved)[thread()] = -1;
     // Before the first granule there are values of none: its own ones, times 0.
     for (int i = thread(); i < L::kWeightBytes / 4; i += kThreads) {
       at<uint32_t>(L::kWeights + L::kWeightBytes)[i] = 0;
@@ -786,11 +711,11 @@ struct Block {
   // Of the piece: how many granules hold keys of the prefix only, and how many there are.
   // Where registers are scarce the piece is read again each time, and none holds it across the loop.
   __device__ __forceinline__ bool in_tail(int count) const {
-    if (!kLean || !L::kFull) return count >= plain;
+    if (!L::kFull) return count >= plain;
     return ptx::load_volatile(&piece().begin) + count >= ptx::load_volatile(&piece().plain_end);
   }
   __device__ __forceinline__ bool in_piece(int count) const {
-    if (!kLean || !L::kFull) return count < all;
+    if (!L::kFull) return count < all;
     return count < ptx::load_volatile(&piece().end) - ptx::load_volatile(&piece().begin);
   }
   __device__ __forceinline__ void count_granules() {
@@ -803,7 +728,7 @@ struct Block {
     find_lane();
     const Copy copy = fetch_ahead(args, count, place, ahead);
     if (tail) isolate(count, place);
-    const int parity = count & 1, before = parity ^ 1;
+    const int before = (count + 1) & 1;
     find_lane();
     multiply_scores(shared + place, copy);
     find_lane();
@@ -821,7 +746,7 @@ struct Block {
     if (tail && owns) mask_own(args, count, own);
     if (tail && has_odd()) mask_odd(args, count, odd);
     multiply_values<2>(keys, before, count - 1, values);
-    const bool rescales = kLean ? weigh_ahead(args, count, own, odd) : weigh(args, parity, own, odd);
+    const bool rescales = weigh(args, count, own, odd);
     multiply_values<3>(keys, before, count - 1, values);
     multiply_values<4>(keys, before, count - 1, values);
     ptx::cp_async_wait<kStages - 3>();

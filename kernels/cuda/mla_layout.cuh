@@ -1,10 +1,7 @@
 // Shared memory of a block of the attention kernel.
 #pragma once
 
-#include <type_traits>
-
 #include "mla_args.cuh"
-#include "mla_tuning.cuh"
 
 namespace overstory::mla {
 
@@ -37,10 +34,9 @@ struct Layout {
   // Twice, for granules of even and odd number:
   static constexpr int kWeights = kScores + kScoreBytes;  // bf16 [tile][key][row]
   static constexpr int kScaling = kWeights + 2 * kWeightBytes;  // float [row]
-  static constexpr int kMoved = kScaling + 2 * kRows * 4;  // Moved [16], by tile, 8.. by warp of the odd tile
-  // Whether it moved in the granule before; or the number of the granule in which it last did.
-  using Moved = std::conditional_t<kLean, int, uint8_t>;
-  static constexpr int kBroken = kMoved + 2 * 16 * int{sizeof(Moved)};  // uint8 [16], by key
+  static constexpr int kMoved = kScaling + 2 * kRows * 4;
+  // int [16], by tile, 8.. by warp of the odd tile: in which granule its maxima last moved
+  static constexpr int kBroken = kMoved + 2 * 16 * 4;      // uint8 [16], by key
   static constexpr int kPiece = kBroken + 2 * 16;          // Piece
   // In the padding of the stages' rows: uint64 [token of the row tile], kRowBytes apart
   static constexpr int kVisible = kKeyBytes;

@@ -7,11 +7,9 @@ CPU tensors, and where the kernels cannot run it takes the reference too, after 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,20 +23,6 @@ VARIABLE = "OVERSTORY_KERNELS"
 CHOICES = ("auto", "cuda", "reference", "simulator")
 
 
-_in_use: list[KernelLibrary] = []
-
-
-@contextlib.contextmanager
-def using(library: KernelLibrary) -> Iterator[None]:
-    """Meanwhile `library` serves every op, whatever the variable says: to compare builds in one
-    process. Not for threads side by side."""
-    _in_use.append(library)
-    try:
-        yield
-    finally:
-        _in_use.pop()
-
-
 def library_for(launcher: str, device: torch.device) -> KernelLibrary | None:
     """The library whose `launcher` serves tensors of `device`; None: the reference does.
 
@@ -46,8 +30,6 @@ def library_for(launcher: str, device: torch.device) -> KernelLibrary | None:
         ValueError: $OVERSTORY_KERNELS names no choice, or one that is not for this device.
         KernelError, OSError: it names `cuda` or `simulator`, which cannot be built or run here.
     """
-    if _in_use:
-        return _in_use[-1]
     choice = os.environ.get(VARIABLE) or "auto"
     if choice not in CHOICES:
         raise ValueError(f"{VARIABLE} is {choice!r}; want one of {', '.join(CHOICES)}")

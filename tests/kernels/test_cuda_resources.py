@@ -57,18 +57,6 @@ def test_nothing_spills(entries: dict[str, Path]) -> None:
     assert spilled == {}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("macro", ["OVERSTORY_MLA_LEAN", "OVERSTORY_MLA_WHOLE_VALUES"])
-@pytest.mark.parametrize("arch", ["sm_90", "sm_120"])
-def test_no_other_way_of_the_attention_spills(arch: str, macro: str) -> None:
-    """Each of mla_tuning.cuh by itself, over bf16; both together spill 8 bytes on sm_120."""
-    if reason := _no_nvcc():
-        pytest.skip(reason)
-    entry = build.build_object(build.cuda_target(arch, [macro]), build.SOURCES / "mla_attention.cu")
-    kernels = read_report((entry / build.REPORT).read_text())
-    assert {k.name: k.spill_bytes for k in kernels if k.spill_bytes} == {}
-
-
 def test_no_array_lives_in_local_memory(entries: dict[str, Path]) -> None:
     stacks = {k.name: k.stack_bytes for k in _kernels(entries) if k.stack_bytes}
     assert stacks == {}

@@ -135,6 +135,18 @@ def test_kernel_files_of_sglang_load_without_sglang(tmp_path: Path) -> None:
         ForeignSglang(tmp_path / "nothing")
 
 
+def test_settings_of_newer_kernel_files_are_copied_too(tmp_path: Path) -> None:
+    folder = fake_sglang(tmp_path)
+    decode = folder / "kernels/ops/attention/decode_attention.py"
+    decode.write_text("from sglang.srt.environ import FOUR\n")
+    with pytest.raises(ImportError, match=r"decode_attention\.py of .* 9\.8\.7 .* srt/environ\.py"):
+        ForeignSglang(folder).module("decode_attention")
+    (folder / "srt").mkdir()
+    (folder / "srt/environ.py").write_text("FOUR = 4\n")
+    (folder / "_version.py").write_text("__version__ = version = '9.8.8'\n")
+    assert ForeignSglang(folder).module("decode_attention").FOUR == 4
+
+
 def test_which_of_the_foreign_kernels_run_where(tmp_path: Path) -> None:
     folder = fake_sglang(tmp_path)
     for name in ("decode_attention", "verify_mla"):

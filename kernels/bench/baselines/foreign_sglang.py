@@ -2,8 +2,9 @@
 
 The kernel files import little of SGLang, but its packages import all of it (and much that a
 machine with torch alone does not have). So they are copied into a package of their own, in which
-`sglang` is renamed and the few helpers that they ask for are stubs. Nothing of SGLang is kept in
-this repository: the path to an installed or unpacked `sglang` folder is given at run time.
+`sglang` is renamed and the few helpers that they ask for are stubs. `srt/environ.py`, which newer
+ones take their settings from, needs Python alone and is copied as it is. Nothing of SGLang is kept
+in this repository: the path to an installed or unpacked `sglang` folder is given at run time.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from pathlib import Path
 from types import ModuleType
 
 _KERNELS = Path("kernels/ops/attention")
-_FILES = (
-    "extend_attention",
-    "decode_attention",
-    "prefill_attention",
-    "score_mod",
-    "verify_splitkv",
-    "verify_mla",
+_COPIED = (
+    _KERNELS / "extend_attention.py",
+    _KERNELS / "decode_attention.py",
+    _KERNELS / "prefill_attention.py",
+    _KERNELS / "score_mod.py",
+    _KERNELS / "verify_splitkv.py",
+    _KERNELS / "verify_mla.py",
+    Path("srt/environ.py"),
 )
 _UTILS = """
 import torch
@@ -44,7 +46,7 @@ class ForeignSglang:
     """
 
     def __init__(self, folder: Path) -> None:
-        """`folder` holds `kernels/ops/attention/`.
+        """`folder` holds `kernels/ops/attention/` and, from 0.5.23 on, `srt/environ.py`.
 
         Raises:
             FileNotFoundError: it does not.
@@ -55,7 +57,7 @@ class ForeignSglang:
         self.version = _version_of(folder)
         self._kept = tempfile.TemporaryDirectory(prefix="overstory-sglang-")
         self._package = "foreign_sglang_" + re.sub(r"\W", "_", self.version)
-        _copy(source, Path(self._kept.name) / self._package, self._package)
+        _copy(folder, Path(self._kept.name) / self._package, self._package)
         sys.path.append(self._kept.name)
 
     def has(self, name: str) -> bool:
@@ -66,21 +68,29 @@ class ForeignSglang:
         """Import a kernel file, say "extend_attention".
 
         Raises:
-            ImportError: it needs more than the stubs have.
+            ImportError: it needs more than the copies and stubs have; says what.
         """
-        return importlib.import_module(f"{self._package}.{'.'.join(_KERNELS.parts)}.{name}")
+        try:
+            return importlib.import_module(f"{self._package}.{'.'.join(_KERNELS.parts)}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name is None or not error.name.startswith(f"{self._package}."):
+                raise
+            missing = error.name.removeprefix(f"{self._package}.").replace(".", "/") + ".py"
+            raise ImportError(
+                f"{name}.py of SGLang {self.version} imports {missing}; want its folder to hold it "
+                f"and that to be one of the files that are copied: {', '.join(map(str, _COPIED))}",
+                name=error.name,
+            ) from error
 
 
-def _copy(source: Path, package: Path, name: str) -> None:
-    kernels = package / _KERNELS
-    kernels.mkdir(parents=True)
+def _copy(folder: Path, package: Path, name: str) -> None:
+    (package / _KERNELS).mkdir(parents=True)
     (package / "srt").mkdir()
     (package / "srt" / "utils.py").write_text(_UTILS)
-    for file in _FILES:
-        if (source / f"{file}.py").exists():
-            text = (source / f"{file}.py").read_text()
-            renamed = re.sub(r"\b(from|import) sglang\.", rf"\1 {name}.", text)
-            (kernels / f"{file}.py").write_text(renamed)
+    for file in _COPIED:
+        if (folder / file).exists():
+            text = (folder / file).read_text()
+            (package / file).write_text(re.sub(r"\b(from|import) sglang\.", rf"\1 {name}.", text))
 
 
 def _version_of(folder: Path) -> str:
