@@ -47,7 +47,7 @@ DRAFT_LAYER_S = 18e-6
 """The same of a layer of the drafter."""
 STEP_PAUSE_S = 0.4e-3
 """Between the kernels of a captured step, and from step to step."""
-DRAFT_PAUSE_S = 0.35e-3
+DRAFT_PAUSE_S = 0.1e-3
 """What that is more if something is drafted."""
 EXPERT_EFFICIENCY = 0.9
 """Share of the memory bandwidth that grouped INT4 products reach where it is what bounds them.

@@ -1,13 +1,17 @@
-"""What the rank slice found beside timed points, as text for its page. Pure but for the file.
+"""What the rank slice found beside timed points, as text for its page. Pure but for the files.
 
-slice_counted.py SESSION_FOLDER
+slice_counted.py SESSION_FOLDER                           prints it
+slice_counted.py keep COMMIT SESSION_FOLDER... > FILE.json
+slice_counted.py FILE.json PAGE.md                        fills the page's marked blocks
 
-Experts counted against rows, the automatic policy and the long prompt, of a session of
+Experts counted against rows, the automatic policy and the long prompt, of sessions of
 `rank_slice_session.sh`, also of one that was cut.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +23,8 @@ from slice_rows import results
 from overstory.orchestrator.experts import distinct_experts
 
 EXPERTS, CHOSEN = 384, 8
+KEPT = ("experts", "auto", "long", "chunks", "decode", "far_slots")
+"""Of what a role writes."""
 
 
 def touched(counts: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -70,15 +76,51 @@ def long_prompt(role: Mapping[str, Any]) -> list[str]:
 
 
 def automatic(found: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The automatic policy against the best fixed one, tokens a second, and what it took."""
+    """The automatic policy against the best fixed one, tokens a second, and what it took.
+
+    Args:
+        found: of `slice_auto.AutoBench.cell`; of several for a point the last counts.
+    """
+    at = {(row["drafter"], row["batch"], row["context"]): row for row in found}
     head = ("drafter (simulated)", "batch", "context", "best fixed", "tokens/s", "auto", "of it")
     lines = [_row([*head, "steps timed under auto"]), "|" + "---|" * (len(head) + 1)]
-    for row in found:
+    for where, row in sorted(at.items()):
         best, auto = row["rates"][row["best"]], row["rates"]["auto"]
         took = ", ".join(f"{name} {count}" for name, count in row["used"].items())
-        where = (row["drafter"], row["batch"], row["context"], row["best"])
-        lines.append(_row([*where, f"{best:.0f}", f"{auto:.0f}", f"{auto / best:.1%}", took]))
+        cells = (*where, row["best"], f"{best:.0f}", f"{auto:.0f}", f"{auto / best:.1%}", took)
+        lines.append(_row(cells))
     return lines
+
+
+def kept(folders: Iterable[Path], commit: str) -> dict[str, Any]:
+    """What is stored of sessions: `KEPT` of each role, with its session's commit."""
+    roles = []
+    for folder in folders:
+        for name, role in results(folder).items():
+            if found := {key: role[key] for key in KEPT if key in role}:
+                roles.append({"role": name, "commit": commit, "layers": role["layers"]} | found)
+    return {"roles": roles}
+
+
+def _blocks(stored: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Lines of each block of a page, by its name."""
+    roles = stored["roles"]
+    long = next(role for role in reversed(roles) if "long" in role)
+    return {
+        "touched": touched([count for role in roles for count in role.get("experts", [])]),
+        "automatic": automatic([row for role in roles for row in role.get("auto", [])]),
+        "long": [f"- {line}" for line in long_prompt(long)],
+    }
+
+
+def fill(text: str, stored: Mapping[str, Any]) -> str:
+    """The page with every block between `<!-- counted NAME -->` and `<!-- end -->` made anew."""
+    blocks = _blocks(stored)
+
+    def block(found: re.Match[str]) -> str:
+        return "\n".join([f"<!-- counted {found[1]} -->", *blocks[found[1]], "<!-- end -->"])
+
+    return re.sub(r"<!-- counted (\w+) -->.*?<!-- end -->", block, text, flags=re.DOTALL)
 
 
 def _row(cells: Iterable[Any]) -> str:
@@ -86,7 +128,15 @@ def _row(cells: Iterable[Any]) -> str:
 
 
 def main() -> None:
-    for name, role in results(Path(sys.argv[1])).items():
+    first, *others = sys.argv[1:]
+    if first == "keep":
+        print(json.dumps(kept(map(Path, others[1:]), others[0]), separators=(",", ":")))
+        return
+    if others:
+        page = Path(others[0])
+        page.write_text(fill(page.read_text(), json.loads(Path(first).read_text())))
+        return
+    for name, role in results(Path(first)).items():
         if counts := role.get("experts"):
             print(f"## {name}: experts touched\n", *touched(counts), "", sep="\n")
         if auto := role.get("auto"):

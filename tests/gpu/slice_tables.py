@@ -42,6 +42,8 @@ from overstory.orchestrator.model_facts import (
 RANKS = 8
 LEVERS = ("moe_marlin", "moe_triton", "moe_fused")
 EXPERTS, CHOSEN, LAYERS, MOE_LAYERS = 384, 8, 61, 60
+ATTENTION_GOALS = {65536: 0.25, 200_000: 0.45}
+"""Most that the verify attention is to be of a step of one request with 9 rows, by context."""
 Point = Mapping[str, Any]
 
 
@@ -68,6 +70,27 @@ def exchanges_us(batch: int, rows: int) -> float:
     replica = _kimi(RTX_PRO_6000)
     size = 2.0 * batch * rows * replica.target.hidden_size
     return 2e6 * replica.target.num_layers * all_reduce(replica, size)
+
+
+def goals(points: Iterable[Point]) -> list[str]:
+    """The verify attention's part of a step of one request with 9 rows, beside its goal.
+
+    The slice exchanges nothing; two columns add modelled exchanges. ``allowed``: what a layer's
+    attention may take for the goal, the rest of the step as it is.
+    """
+    at = {p["context"]: p for p in points if (p["batch"], p["rows"]) == (1, 9) and p["stages_us"]}
+    head = ("context", "step", "attention", "of the step", "goal", "us a layer", "allowed")
+    more = ("with exchanges of 8 RTX PRO 6000", "of 8 H200 (both modelled)")
+    lines = [_row([*head, *more]), "|" + "---|" * (len(head) + len(more))]
+    for context, goal in ATTENTION_GOALS.items():
+        point = at[context]
+        step, attention = serving_us(point), point["stages_us"]["attention"]
+        allowed = goal / (1 - goal) * (step - attention) / LAYERS
+        shares = [attention / whole for whole in (step + exchanges_us(1, 9), _with_nvlink(point))]
+        cells = [_ms(step), _ms(attention), f"{attention / step:.1%}", f"{goal:.0%}"]
+        cells += [f"{attention / LAYERS:.1f}", f"{allowed:.1f}"]
+        lines.append(_row([context, *cells, *(f"{share:.1%}" for share in shares)]))
+    return lines
 
 
 def steps(points: Sequence[Point]) -> list[str]:
@@ -336,6 +359,7 @@ def _ours(points: Iterable[Point]) -> list[Point]:
 
 
 TABLES = {
+    "goals": lambda points: goals(_ours(points)),
     "model": lambda points: against_model(_ours(points)),
     "stages_of_model": lambda points: stages_against_model(_ours(points)),
     "eight_h200": lambda points: eight_h200(_ours(points)),

@@ -61,13 +61,15 @@ def kimi(tp_size: int = 8, nodes: int = 1) -> Replica:
 
 
 def test_measured_points_are_those_of_the_benchmark() -> None:
-    rows = csv.DictReader((ROOT / "docs" / "benchmarks" / "kernels_h200.csv").open())
+    source, _, points = measured()
+    rows = csv.DictReader((ROOT / source.split(":")[0]).open())
     ours = {
         (int(row["bs"]), int(row["q"]), int(row["context"])): float(row["us_median"]) * 1e-6
         for row in rows
-        if row["impl"] == "ours" and row["op"] in ("verify_attention", "decode_attention")
+        if row["impl"] == "ours"
+        and row["op"] in ("verify_attention", "decode_attention")
+        and row["kv_dtype"] == "bf16"
     }
-    _, _, points = measured()
     assert {(p.batch, p.rows, p.context): p.seconds for p in points} == pytest.approx(ours)
 
 
@@ -212,8 +214,8 @@ def test_what_a_tree_costs_over_a_chain_as_the_page_says() -> None:
         chain, small, large = (
             step_time(kimi(), batch, rows, context).total for rows in (8, 16, 32)
         )
-        assert 1.2 < small / chain < 1.4
-        assert 1.6 < large / chain < 2.15
+        assert 1.2 <= round(small / chain, 1) <= 1.4
+        assert 1.7 <= round(large / chain, 1) <= 2.1
 
 
 def test_experts_are_bound_by_what_the_gpu_has_least_of() -> None:

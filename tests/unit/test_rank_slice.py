@@ -13,6 +13,8 @@ sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 
 from slice_bench import keep_launches, read_launches
 from slice_config import published, rank_drafter, rank_target, toy, write_pair
+from slice_counted import automatic
+from slice_counted import fill as counted_fill
 from slice_plot import draw, parts_ms
 from slice_points import POLICIES, ROWS, Cell, grid, slots
 from slice_policy import CHAIN_MEANS, judge, tokens_of
@@ -239,6 +241,42 @@ def test_the_pages_tables_are_those_of_its_rows() -> None:
     assert sorted(name for names in found for name in names) == sorted(measured)
 
 
+def test_the_page_s_counts_are_those_that_are_stored() -> None:
+    text, stored = PAGES[0].read_text(), json.loads(ROWS_FILE.with_suffix(".json").read_text())
+    assert counted_fill(text, stored) == text, "run slice_counted.py FILE.json PAGE.md"
+    found = re.findall("<!-- counted (.*) -->", text)
+    assert sorted(found) == ["automatic", "long", "touched"]
+
+
+def test_the_page_tells_how_many_points_the_automatic_budget_reached() -> None:
+    """Within 2% of the best fixed one."""
+    roles = json.loads(ROWS_FILE.with_suffix(".json").read_text())["roles"]
+    lines = automatic([row for role in roles for row in role.get("auto", [])])[2:]
+    reached = [float(line.split("|")[7].strip(" %")) >= 98 for line in lines]
+    assert f"| {sum(reached)} of {len(reached)} points" in PAGES[0].read_text()
+
+
+def test_attention_s_share_is_beside_its_goal() -> None:
+    """By hand for 65k: 4043.2 of 14494.2 us; for a quarter of the step a layer may take 57.1."""
+    points = merged(read(ROWS_FILE))
+    line = next(line for line in TABLES["goals"](points) if line.startswith("| 65536 "))
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[1:7] == ["14.49", "4.04", "27.9%", "25%", "66.3", "57.1"]
+    with_exchanges = 4043.2 / (14494.2 + exchanges_us(1, 9))
+    assert cells[7] == f"{with_exchanges:.1%}"
+
+
+def test_attention_is_the_two_kernels_of_the_verify_alone() -> None:
+    """Not what absorbs queries, rotates or writes KV beside it."""
+    names = ["nvjet_absorb", "fused_rope_kernel", "void overstory::mla::attention<9>(Args)"]
+    names += ["overstory::mla::combine(Args)", "nvjet_back", "rmsnorm", "nvjet_head"]
+    kernels = [Kernel("rmsnorm", 0.0, 1.0)]
+    kernels += [Kernel(name, 1.0 + i, 2.0 + i) for i, name in enumerate(names)]
+    kernels.append(Kernel("tree_accept_kernel", 20.0, 21.0))
+    stages = stages_of(kernels)
+    assert [k.name for k, s in zip(kernels, stages, strict=True) if s == "attention"] == names[2:4]
+
+
 def test_the_capacity_model_meets_every_measured_step() -> None:
     for point in whole(merged(read(ROWS_FILE))):
         if point["backend"] == "overstory":
@@ -265,7 +303,7 @@ def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
     with file.open("w") as out:
         write(points, {}, out)
     assert [p | COMMON for p in read(file)] == [p | COMMON for p in points]
-    assert len(points) == 72
+    assert len(points) == 116
 
 
 def test_tables_keep_the_last_timed_of_equal_points() -> None:
