@@ -6,10 +6,13 @@ engine_compare.py RESULTS_JSON
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
+
+from engine_pairs import against, compared
 
 Texts = list[list[int]]
 
@@ -196,12 +199,25 @@ def host_times(every: dict[str, dict[str, Any]]) -> None:
                 f"\n== {role}: step {found['step_ms']:.3f} ms, device {found['device_ms']:.3f}, "
                 f"host {found['host_ms']:.3f}, launches {found['launches']:.0f}"
             )
-        pairs = report.get("leases")
-        if pairs:
-            ratios = sorted(pair["leased"] / pair["free"] for pair in pairs)
+        leased = report.get("leases", [])
+        if len(leased) > 1:
+            ratios = sorted(pair["leased"] / pair["free"] for pair in leased)
             print(
-                f"== {role}: leases on against off {statistics.median(ratios):.3f} "
-                f"({' '.join(f'{ratio:.3f}' for ratio in ratios)})"
+                f"== {role}: leases on against off {compared(ratios)}: "
+                f"{' '.join(f'{ratio:.3f}' for ratio in ratios)}"
+            )
+
+
+def pairs(every: dict[str, dict[str, Any]]) -> None:
+    """`auto` against the best fixed policies, round by round."""
+    for role, report in every.items():
+        for row in report.get("pairs", []):
+            rivals = against(row)
+            told = "; ".join(f"{name} {ratio}" for name, ratio in rivals.items())
+            least = min((ratio.median for ratio in rivals.values()), default=math.nan)
+            print(
+                f"\n== {role}: auto at {row['requests']} requests, T {row['T']}: "
+                f"{least:.3f} of the best; over {told or 'too few rounds'}"
             )
 
 
@@ -224,6 +240,7 @@ def main() -> None:
     partings(every)
     nodes(every)
     speeds(every)
+    pairs(every)
     host_times(every)
     for role, report in every.items():
         for step in ("steps", "steps_after"):

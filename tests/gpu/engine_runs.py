@@ -3,8 +3,9 @@
     engine_runs.py ROLE OUT ALL_ROLES...
 
 Writes OUT/ROLE.json. All roles say their texts side by side; then `ours`, `stock` and `dflash` are
-timed in turn (`engine_bench.py`), then long contexts, profiles and the rest, one at a time. When
-all has to end by is in ENGINE_SESSION_UNTIL, seconds since the epoch.
+timed in turn (`engine_bench.py`), then long contexts, profiles and the rest, one at a time. `pairs`
+compares `auto` to fixed policies and leases to none (`engine_pairs.py`); it says nothing. When all
+has to end by is in ENGINE_SESSION_UNTIL, seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ SAYS = os.environ.get("ENGINE_SESSION_TEXTS", "1") != "0"
 
 AFTER_S = 50 if SAYS else 30
 """Seconds kept for what comes after the speeds."""
+
+
+LEASES_S = 20
+"""Seconds of them that `pairs` keeps for leases."""
 
 
 class Report:
@@ -187,6 +192,10 @@ def build(role: str, out: Path) -> Any:
     from engine_bench import SIZES
 
     fields = common(port, SIZES if role in RINGED else (1, 8))
+    if role == "pairs":
+        import engine_pairs
+
+        fields = common(port, sorted({shape.requests for shape in engine_pairs.SHAPES}))
     graphs_off = {"disable_cuda_graph": True}
     if role.startswith("long"):
         pair = long_pair(out, pair)
@@ -201,7 +210,7 @@ def build(role: str, out: Path) -> Any:
     if role.startswith("fp32"):
         fields |= {"dtype": "float32"}
     name = name_of(role)
-    if name == "ours":
+    if name in ("ours", "pairs"):
         return CudaEngine(pair[0], **fields, **ddtree(pair[1], attention_backend="overstory"))
     if name == "triton":
         own = ddtree(pair[1], attention_backend="triton", **graphs_off)
@@ -672,7 +681,7 @@ def main() -> None:
             report.put("failed", ["build"])
             os._exit(1)
         report.put("start_seconds", time.monotonic() - begun)
-        if not role.startswith("long"):
+        if not role.startswith(("long", "pairs")):
             say(engine, role, report)
     if not role.startswith("fp32"):
         report.put("texts_over", wait_for_texts(out, UNTIL - 110))
@@ -684,6 +693,10 @@ def main() -> None:
             report.attempt(
                 "long_times", lambda: time_long(engine, lambda rows: report.put("long", rows))
             )
+    if role == "pairs":
+        wait_for_bench(out, [other for other in roles if other in RINGED])
+        with alone(out):
+            in_pairs(engine, report)
     after(engine, role, out, report)
     report.put("seconds", time.monotonic() - begun)
     os._exit(0)
@@ -735,6 +748,30 @@ def bench(engine: Any, role: str, ringed: list[str], out: Path, report: Report) 
     ring = engine_bench.Ring(role, ringed, out, UNTIL - 100, UNTIL - AFTER_S)
     report.attempt("cells", lambda: ring.run(lambda: alone(out), cell))
     report.put("bench", timer.rows)
+
+
+def in_pairs(engine: Any, report: Report) -> None:
+    """`auto` against the best fixed policies, then leases on against off."""
+    import engine_bench
+    import engine_pairs
+    from machine_noise import quiet_and_watched
+
+    engine.flush_cache()
+    report.attempt("costs", lambda: engine.at_boundary(engine_bench.learn_costs)[0])
+    noise: dict[str, float] = {}
+    with quiet_and_watched(noise):
+        speed = engine_pairs.speed_of(engine, prompts, under)
+        until = UNTIL - LEASES_S
+        measured = lambda: engine_pairs.measure(  # noqa: E731
+            speed, until, lambda rows: report.put("pairs", rows)
+        )
+        report.attempt("pairs", measured)
+    report.put("noise", noise)
+    report.attempt(
+        "leases", lambda: engine_bench.leases(engine, prompts(1)[0], under, UNTIL - 2, 60)
+    )
+    report.attempt("auto", lambda: engine.scheduler.draft_worker.chooser.report())
+    report.attempt("steps_after", lambda: say_steps(engine))
 
 
 def wait_for_bench(out: Path, ringed: list[str]) -> None:

@@ -1,0 +1,89 @@
+"""`auto` against fixed policies in turn: what it tells on a machine that is disturbed."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "gpu"))
+
+from engine_pairs import ROUNDS, Shape, against, compared, measure
+
+RATES = {"auto": 970.0, "tree-15": 1000.0, "tree-31": 995.0, "chain": 700.0}
+SHAPE = Shape(1, 0.0, 100)
+
+
+class Machine:
+    """Texts of a tenth of a second, slower by up to half in stretches of 0.3 to 3 s."""
+
+    def __init__(self, seed: int) -> None:
+        self.now, self.texts = 0.0, list[tuple[str, int]]()
+        self._dice, self._until, self._slower = random.Random(seed), 0.0, 1.0
+
+    def speed(self, policy: str, _shape: Shape, number: int) -> float:
+        if self.now >= self._until:
+            self._until += self._dice.uniform(0.3, 3)
+            self._slower = self._dice.uniform(1, 1.5)
+        rate = RATES[policy] / self._slower / (1 + abs(self._dice.gauss(0, 0.02)))
+        self.now += 100 / rate
+        self.texts.append((policy, number))
+        return rate
+
+    def clock(self) -> float:
+        return self.now
+
+
+def run(
+    machine: Machine, seconds: float, put: Callable[[list[Any]], None] = lambda _: None
+) -> list[dict[str, Any]]:
+    fixed = [name for name in RATES if name != "auto"]
+    return measure(machine.speed, seconds, put, fixed, [SHAPE] * 2, machine.clock)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_hundredths_are_told_where_rates_are_off_by_a_third(seed: int) -> None:
+    for row in run(Machine(seed), 1000.0):
+        rivals = against(row)
+        assert set(rivals) == {"tree-15", "tree-31"}, "the best two"
+        for name, ratio in rivals.items():
+            assert ratio.median == pytest.approx(RATES["auto"] / RATES[name], abs=0.01)
+            assert ratio.interval[0] <= ratio.median <= ratio.interval[1]
+            assert ratio.count == ROUNDS
+        rates = [one["auto"] for one in row["rounds"]]
+        assert max(rates) > 1.25 * min(rates), "the machine is disturbed"
+
+
+def test_it_ends_in_time_and_shapes_have_their_share() -> None:
+    told: list[int] = []
+    machine = Machine(0)
+    found = run(machine, 20.0, lambda rows: told.append(len(rows)))
+    assert told == [1, 2]
+    assert 19 < machine.now < 21
+    counts = [len(row["rounds"]) for row in found]
+    assert min(counts) > 10
+    assert max(counts) < 1.4 * min(counts)
+
+
+def test_who_is_first_changes_from_round_to_round() -> None:
+    machine = Machine(0)
+    run(machine, 1000.0)
+    texts = machine.texts
+    rounds = [texts[-3 * n : len(texts) - 3 * (n - 1)] for n in range(1, ROUNDS + 1)]
+    firsts = [some[0][0] for some in rounds]
+    assert all(len({policy for policy, _ in some}) == 3 for some in rounds)
+    assert all(len({number for _, number in some}) == 1 for some in rounds), "the same seeds"
+    assert {firsts.count(name) for name in ("auto", "tree-15", "tree-31")} == {ROUNDS // 3}
+
+
+def test_the_interval_holds_the_median_nineteen_times_in_twenty() -> None:
+    dice = random.Random(1)
+    held = 0
+    for _ in range(400):
+        low, high = compared([dice.gauss(1, 0.1) for _ in range(45)]).interval
+        held += low <= 1 <= high
+    assert 0.93 < held / 400 < 0.99
