@@ -8,7 +8,7 @@ profiles that are about that cache (`long`, `shared`) make prompts of their own,
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -92,8 +92,12 @@ def _warm_up(name: str, load: Load, settings: BenchSettings) -> None:
         load.answer(0, min(16, settings.max_new_tokens), 0.0)
 
 
-def measure(record: DeploymentRecord, settings: BenchSettings, say: Say) -> list[Sample]:
-    """All samples. Needs a connected Ray; the policy that was in force is set again at the end.
+def measure(
+    record: DeploymentRecord, settings: BenchSettings, say: Say, samples: list[Sample]
+) -> None:
+    """Puts all samples into `samples`, each when it is measured, so that what stops it costs those
+    alone that are missing. Needs a connected Ray; the policy that was in force is set again at the
+    end.
 
     Raises:
         BenchError, ControlError, EndpointError: it could not be carried out.
@@ -101,7 +105,6 @@ def measure(record: DeploymentRecord, settings: BenchSettings, say: Say) -> list
     built_in = record.spec["model"] == "overstory-tiny"
     load = Load(record, load_prompts(settings.prompts, built_in))
     policy = ask_controller(record.name, "status")["policy"]
-    samples = []
     try:
         _warm_up(record.name, load, settings)
         for number in range(settings.rounds):
@@ -116,7 +119,6 @@ def measure(record: DeploymentRecord, settings: BenchSettings, say: Say) -> list
                     )
     finally:
         switch_policy(record.name, policy)
-    return samples
 
 
 def _cells(settings: BenchSettings, round_number: int) -> list[_Cell]:
@@ -128,7 +130,7 @@ def _cells(settings: BenchSettings, round_number: int) -> list[_Cell]:
 
 
 def report(record: DeploymentRecord, settings: BenchSettings, samples: Sequence[Sample]) -> Any:
-    """What goes into the JSON file: `host`, `deployment`, `settings`, `rows`."""
+    """What goes into the JSON file: `host`, `deployment`, `settings`, `notes`, `rows`."""
     return {
         "host": host_facts(),
         "deployment": record.spec,
@@ -137,9 +139,22 @@ def report(record: DeploymentRecord, settings: BenchSettings, samples: Sequence[
             "modes interleaved in one run; plain is budget 0 in the same engine, drafter loaded",
             "load through the HTTP endpoint from this machine",
             f"profile {settings.profile}: {PROFILES[settings.profile].help}",
+            *_missing(settings, samples),
         ],
         "rows": summarise(samples),
     }
+
+
+def _missing(settings: BenchSettings, samples: Sequence[Sample]) -> list[str]:
+    """Says that the benchmark was stopped, if it was."""
+    total = _count(settings)
+    if len(samples) == total:
+        return []
+    return [f"stopped after {len(samples)} of {total} measurements: rows have fewer rounds or none"]
+
+
+def _count(settings: BenchSettings) -> int:
+    return settings.rounds * len(_cells(settings, 0)) * len(settings.modes)
 
 
 @contextmanager
@@ -148,9 +163,8 @@ def _progress(settings: BenchSettings) -> Iterator[Say]:
     if not sys.stderr.isatty():
         yield lambda line: print(line, file=sys.stderr, flush=True)
         return
-    total = settings.rounds * len(_cells(settings, 0)) * len(settings.modes)
     with Progress(*Progress.get_default_columns(), console=Console(stderr=True)) as bar:
-        task = bar.add_task("measuring", total=total)
+        task = bar.add_task("measuring", total=_count(settings))
 
         def step(line: str) -> None:
             bar.update(task, advance=1, description=line.strip())
@@ -165,11 +179,13 @@ def run_bench(
     csv_file: Path | None = None,
     plot_file: Path | None = None,
 ) -> None:
-    """Measures, prints the table and writes the files that are asked for.
+    """Measures, prints the table and writes the files that are asked for; what there is of them
+    also where it is stopped (Ctrl-C, an endpoint that is lost), before it raises.
 
     Raises:
         UserFault: it could not be carried out, or a file cannot be written (said before anything
             is measured, where it can be known).
+        KeyboardInterrupt, SystemExit: it was told to stop (Ray turns SIGTERM into SystemExit).
     """
     files = {"--json": json_file, "--csv": csv_file, "--plot": plot_file}
     for option, path in files.items():
@@ -179,11 +195,26 @@ def run_bench(
             tree = record.spec["tree"]
             modes = default_modes(tree["budget"], tree["policy"] == "auto", tree["spine_first"])
             settings = replace(settings, modes=modes)
-        with _progress(settings) as say:
-            samples = measure(record, settings, say)
+        samples: list[Sample] = []
+        try:
+            with _progress(settings) as say:
+                measure(record, settings, say, samples)
+        finally:
+            if samples:
+                _tell(record, settings, samples, files)
+
+
+def _tell(
+    record: DeploymentRecord,
+    settings: BenchSettings,
+    samples: Sequence[Sample],
+    files: Mapping[str, Path | None],
+) -> None:
+    """Prints the table, writes the files (by option: JSON, CSV, plot)."""
     result = report(record, settings, samples)
     rows = result["rows"]
-    print(render_rows(rows))  # First: a disk that is full costs the files alone.
+    # First: a disk that is full costs the files alone.
+    print(render_rows(rows), *_missing(settings, samples), sep="\n", flush=True)
     texts = (json.dumps(result, indent=1) + "\n", csv_text(rows), plot_text(rows))
     for (option, path), text in zip(files.items(), texts, strict=True):
         if path is not None:

@@ -1,6 +1,7 @@
 """The load of a benchmark: held-out prompts, sent to the endpoint. No Ray."""
 
 import json
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,7 @@ class Load:
         self._endpoint = record.endpoint
         self._model = record.spec["served_model_name"]
         self._prompts = prompts
+        self._stop = threading.Event()
 
     @property
     def prompts(self) -> Sequence[Any]:
@@ -57,6 +59,7 @@ class Load:
         begun, first, tokens = time.monotonic(), None, 0
         with closing(client.stream_completion(self._endpoint, body)) as events:
             for place, event in enumerate(events, 1):
+                self._check()
                 if first is None:
                     first = time.monotonic() - begun
                 tokens = event.usage["completion_tokens"] if event.usage else tokens
@@ -75,14 +78,24 @@ class Load:
         at_their_times: bool = False,
     ) -> list[Answer]:
         """All requests (unset: each prompt once), `concurrency` at a time; or each when it is due,
-        however many are under way."""
+        however many are under way. Whatever ends it early (Ctrl-C, a request that failed) breaks
+        the others off, and with them this load."""
         asked = requests or [Asked(prompt) for prompt in self._prompts]
         begun = time.monotonic()
 
         def send(number: int) -> Answer:
             if at_their_times:
-                time.sleep(max(0.0, begun + asked[number].at_s - time.monotonic()))
+                self._stop.wait(max(0.0, begun + asked[number].at_s - time.monotonic()))
+            self._check()
             return self._ask(asked[number], number, max_tokens, temperature)
 
         with ThreadPoolExecutor(len(asked) if at_their_times else concurrency) as pool:
-            return list(pool.map(send, range(len(asked))))
+            try:
+                return list(pool.map(send, range(len(asked))))
+            except BaseException:
+                self._stop.set()  # The pool waits for its threads.
+                raise
+
+    def _check(self) -> None:
+        if self._stop.is_set():
+            raise BenchError("stopped")

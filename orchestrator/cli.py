@@ -244,7 +244,10 @@ def bench(
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the rows here.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write an SVG here.")] = None,
 ) -> None:
-    """Measure plain, chain, tree and auto through the endpoint, interleaved in one run."""
+    """Measure plain, chain, tree and auto through the endpoint, interleaved in one run.
+
+    Ctrl-C keeps what is measured by then: the table and the files have it.
+    """
     with _told():
         from dataclasses import replace
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from overstory.orchestrator.bench import measure
-from overstory.orchestrator.bench_rows import BenchSettings, render_rows, summarise
+from overstory.orchestrator.bench_rows import BenchSettings, Sample, render_rows, summarise
 from overstory.orchestrator.control import connected
 from overstory.orchestrator.deploy import deploy
 from overstory.orchestrator.errors import UserFault
@@ -71,8 +71,9 @@ def _show_gain(record: DeploymentRecord, started_with: Policy) -> None:
         temperatures=(0.0,),
         rounds=2,
     )
+    samples: list[Sample] = []
     with connected(record.name):
-        samples = measure(record, settings, lambda _: None)
+        measure(record, settings, lambda _: None, samples)
     rows = summarise(samples)
     print(render_rows(rows))
     gain = next(row for row in rows if row["mode"] == policy)

@@ -144,7 +144,9 @@ def test_every_value_is_a_cell_with_every_mode(monkeypatch: pytest.MonkeyPatch) 
         name="d", endpoint="e", spec={"served_model_name": "m", "model": "overstory-tiny"}
     )
     said: list[str] = []
-    rows = summarise(bench.measure(record, settings, said.append))
+    samples: list[Sample] = []
+    bench.measure(record, settings, said.append, samples)
+    rows = summarise(samples)
     assert [(row["mode"], row["temperature"], row["load"]) for row in rows[:4]] == [
         ("plain", 0.0, "64 tokens"),
         ("chain", 0.0, "64 tokens"),

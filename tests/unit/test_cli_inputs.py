@@ -12,7 +12,13 @@ from typer.testing import CliRunner
 
 from overstory.orchestrator import deploy
 from overstory.orchestrator.bench import run_bench
-from overstory.orchestrator.bench_rows import BenchSettings, default_modes
+from overstory.orchestrator.bench_rows import (
+    Answer,
+    BenchSettings,
+    Sample,
+    counted,
+    default_modes,
+)
 from overstory.orchestrator.cli import app
 from overstory.orchestrator.cli_support import told
 from overstory.orchestrator.errors import UserFault
@@ -207,7 +213,13 @@ def test_modes_come_from_the_deployment_and_the_table_before_the_files(
     record = SimpleNamespace(name="tiny", spec=spec)
     seen: list[BenchSettings] = []
     monkeypatch.setattr(bench, "connected", lambda _: nullcontext(record))
-    monkeypatch.setattr(bench, "measure", lambda _, settings, say: seen.append(settings) or [])
+    sample = Sample("plain", 1, 0.0, 1.0, (Answer(0.1, 1),), counted([], [], "plain"))
+
+    def measure(_: Any, settings: BenchSettings, __: Any, samples: list[Sample]) -> None:
+        seen.append(settings)
+        samples.append(sample)
+
+    monkeypatch.setattr(bench, "measure", measure)
     asked = BenchSettings((), 1, 1, (1,), (0.0,), 1)
     with pytest.raises(UserFault, match="--csv: /dev/full cannot be written"):
         run_bench(None, asked, tmp_path / "b.json", Path("/dev/full"))

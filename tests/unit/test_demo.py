@@ -32,9 +32,9 @@ class _Stage:
         if self.generate_ends is not None:
             raise self.generate_ends
 
-    def measure(self, _: Any, settings: Any, __: Any) -> Any:
+    def measure(self, _: Any, settings: Any, __: Any, samples: list[Any]) -> None:
         self.modes.append(settings.modes)
-        return settings.modes
+        samples += settings.modes
 
     def summarise(self, modes: tuple[str, ...]) -> list[dict[str, Any]]:
         return [{"mode": mode, "tokens_per_forward": 2.0, "speedup": 1.5} for mode in modes]
