@@ -7,6 +7,7 @@ import functools
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from overstory.workers.policy.choice import Shape, decide
 from overstory.workers.policy.chooser import OBSERVED, OBSERVED_STEPS, SYNC_STEPS
@@ -40,13 +41,31 @@ def device_table() -> CostTable:
     return CostTable.measured(OPTIONS.names, SIZES, (CONTEXT,), cells)
 
 
-class Recorded:
-    """One number of requests at one temperature, in one of the stored runs.
+class World(Protocol):
+    """What `run` plays: one number of requests, of one temperature and context.
 
     Attributes:
-        us: by option, what a step takes when nothing disturbs it (the fastest round).
+        table: what the engine had measured of its steps.
+        us: by option, what a step takes when nothing disturbs it.
         tokens: by option, of a request and step.
     """
+
+    options: Options
+    table: CostTable
+    requests: int
+    sampled: bool
+    context: int
+    us: list[float]
+    tokens: list[float]
+
+    def walk(self, option: int, dice: random.Random) -> Walk:
+        """One request's step under a drafting option."""
+
+
+class Recorded:
+    """A `World` of one of the stored runs; ``us`` is of the fastest round."""
+
+    options, context = OPTIONS, CONTEXT
 
     def __init__(self, temperature: float, requests: int, stored: int = 3) -> None:
         with RUNS[stored].open(newline="") as file:
@@ -57,7 +76,7 @@ class Recorded:
                 and float(row["temperature"]) == temperature
                 and int(row["concurrency"]) == requests
             }
-        self.requests, self.sampled = requests, temperature > 0
+        self.requests, self.sampled, self.table = requests, temperature > 0, device_table()
         sources = [(name, 1.0) if name in found else NOT_RUN[name] for name in OPTIONS.names]
         self.us = [1000 * float(found[name]["least_ms_per_step"]) for name, _ in sources]
         self._reached = [
@@ -128,15 +147,15 @@ class Outcome:
     used: dict[str, int] = field(default_factory=dict)
 
 
-def run(recorded: Recorded, seed: int, stages: tuple[int, ...]) -> list[Outcome]:
+def run(recorded: World, seed: int, stages: tuple[int, ...]) -> list[Outcome]:
     """The rule as `StepChooser` runs it where the host runs ahead of the device, for stages of so
     many steps one after the other."""
     dice = random.Random(seed)
-    noise, table = Disturbed(dice), device_table()
-    steering = Steering(OPTIONS, table, 0.05)
-    kind, count = int(recorded.sampled), recorded.requests
-    shape = Shape((0, count) if kind else (count, 0), 0, CONTEXT, recorded.sampled)
-    expected = functools.cache(lambda o: table.cost(o, count, CONTEXT, recorded.sampled))
+    noise, table, options = Disturbed(dice), recorded.table, recorded.options
+    steering, numbers = Steering(options, table, 0.05), tuple(range(len(options)))
+    kind, count, context = int(recorded.sampled), recorded.requests, recorded.context
+    shape = Shape((0, count) if kind else (count, 0), 0, context, recorded.sampled)
+    expected = functools.cache(lambda o: table.cost(o, count, context, recorded.sampled))
     outcomes, before, last, now, step = [], PLAIN, PLAIN, 0.0, 0
     beliefs, since = None, 0
     for stage in stages:
@@ -144,9 +163,9 @@ def run(recorded: Recorded, seed: int, stages: tuple[int, ...]) -> list[Outcome]
         for _ in range(stage):
             since += 1
             if beliefs is None or since >= SYNC_STEPS * beliefs.holds:
-                beliefs = steering.next_beliefs(since, shape, NUMBERS, before, SYNC_STEPS)
+                beliefs = steering.next_beliefs(since, shape, numbers, before, SYNC_STEPS)
                 since = 0
-            decision = decide(table, beliefs, shape, NUMBERS, before, since)
+            decision = decide(table, beliefs, shape, numbers, before, since)
             option = decision.option
             before = option if decision.why == "best" else before
             took = recorded.us[option] * noise.times(now)
@@ -159,7 +178,7 @@ def run(recorded: Recorded, seed: int, stages: tuple[int, ...]) -> list[Outcome]
                 steering.observe(kind, recorded.walk(option, dice))
             out.tokens += recorded.tokens[option]
             out.us += recorded.us[option]
-            name = OPTIONS.names[option]
+            name = options.names[option]
             out.used[name] = out.used.get(name, 0) + 1
             step += 1
     return outcomes

@@ -6,6 +6,7 @@ import itertools
 import logging
 import random
 from collections.abc import Callable
+from statistics import stdev
 
 import pytest
 from policy_world import (
@@ -23,7 +24,7 @@ from policy_world import (
 
 from overstory.workers.policy.beliefs import GREEDY, ONE, SAMPLED
 from overstory.workers.policy.compared import BESIDE, KEPT, LEAST, Compared
-from overstory.workers.policy.evidence import FADE_STEPS, KindEvidence, Walk
+from overstory.workers.policy.evidence import FADE_STEPS, KindEvidence, Share, Walk
 from overstory.workers.policy.options import CHAIN, PLAIN
 from overstory.workers.policy.periods import Periods
 from overstory.workers.policy.steering import RETRY_STEPS, Steering
@@ -34,7 +35,8 @@ TREE_31 = NUMBERS[-1]
 
 
 def test_a_large_tree_tells_what_smaller_ones_would_have_given() -> None:
-    """Fed with trees of 31 nodes or with the beginnings of the same trees: the same numbers."""
+    """Fed with trees of 31 nodes or with the beginnings of the same trees: the same numbers, but
+    for the chain, of which the small ones show less."""
     large, small = KindEvidence(OPTIONS), KindEvidence(OPTIONS)
     world, eight = World(0.9, random.Random(1)), OPTIONS.names.index("tree-8")
     assert OPTIONS.nodes[eight] == 8
@@ -45,8 +47,36 @@ def test_a_large_tree_tells_what_smaller_ones_would_have_given() -> None:
         path = [row for row in walk.path if row <= 8]
         small.add(Walk(walk.parents[:9], walk.ranks[:9], path, 9, False))
     for option in range(OPTIONS.names.index("tree-4"), eight + 1):
-        assert large.tokens()[option] == small.tokens()[option]
+        assert large.tokens()[option] == pytest.approx(small.tokens()[option], rel=0.01)
     assert large.tokens()[TREE_31] > large.tokens()[eight] > 2 * ONE
+
+
+@pytest.mark.parametrize("option", range(CHAIN + 1, TREE_31 + 1))
+def test_trees_alone_are_worth_what_they_gave(option: int) -> None:
+    """Whatever of the chain they hold: their own mean, of drafts that are sure and of others."""
+    evidence, world = KindEvidence(OPTIONS), World(0.9, random.Random(option))
+    gave = Share()
+    for _ in range(250):
+        walk = world.walk(option)
+        assert walk is not None
+        gave.add(len(walk.path))
+        evidence.add(walk)
+    assert evidence.tokens()[option] == pytest.approx(ONE * (1 + gave.mean), rel=0.02)
+
+
+def test_a_tree_that_is_tried_now_and_then_is_compared_without_the_luck_of_its_steps() -> None:
+    """Ten steps of a tree among 240 of the chain: the mean of ten is off by 0.7 tokens, which is
+    more than a tree of 8 nodes adds, and the rule stayed with it."""
+    eight, gains = OPTIONS.names.index("tree-8"), []
+    for seed in range(40):
+        evidence, world = KindEvidence(OPTIONS), World(0.9, random.Random(seed))
+        for step in range(250):
+            walk = world.walk(eight if step % 25 == 0 else CHAIN)
+            assert walk is not None
+            evidence.add(walk)
+        told = evidence.tokens()
+        gains.append((told[eight] - told[CHAIN]) / ONE)
+    assert stdev(gains) < 0.35, "with the luck of ten steps: 0.7"
 
 
 def test_trees_of_a_budget_are_beginnings_of_larger_ones() -> None:

@@ -4,7 +4,9 @@ Three views of the same walks, for greedy and sampled requests apart:
 
 - *bands*: accepted rows by their place in the best-first order. A smaller tree is the beginning of
   a larger one, so the accepted rows up to place N are what a tree of N nodes would have given in
-  that very step: exact, for all budgets at once, whatever the drafter believed of itself.
+  that very step: exact, for all budgets at once, whatever the drafter believed of itself. The first
+  band counts what it gave beyond the chain in that step: the luck of a step is in both, and trees
+  that are tried now and then while the chain runs are compared to it without.
 - *spine*: by depth, how often the drafter's first candidate is right once all before it were. The
   chain's expected length is the sum of the products of these.
 - *candidates*: by depth and rank, below a spine node and below others apart, for reports.
@@ -92,10 +94,9 @@ class KindEvidence:
 
     def add(self, walk: Walk) -> None:
         """One request's step."""
-        if not walk.chain:
-            self._add_places(walk)
         depth_of = {0: 0} | {row: depth + 1 for depth, row in enumerate(walk.path)}
         spine_until = self._spine_length(walk)
+        refused = False
         for row, parent in enumerate(walk.parents[: walk.size]):
             above = depth_of.get(parent)
             if above is None:  # its parent was not reached: nothing is known of it
@@ -111,14 +112,22 @@ class KindEvidence:
                 while len(self.spine) <= above:
                     self.spine.append(Share())
                 self.spine[above].add(accepted, self._step)
+                refused |= not accepted
+        if not walk.chain:
+            beyond = 0.0 if refused else self._chain_length(len(self.spine), spine_until)
+            self._add_places(walk, spine_until + beyond)
 
     def tokens(self) -> list[int]:
         """Thousandths of a token expected per step under each option, the bonus included."""
-        expected = [ONE, ONE + round(ONE * self._chain_length(len(self.spine)))]
-        gained = 0.0
+        chain = self._chain_length(len(self.spine))
+        expected = [ONE, ONE + round(ONE * chain)]
+        gained = chain
         for band, (_, last) in zip(self.bands, self.options.bands, strict=True):
-            # A tree that was never tried gives at least about what its spine would.
-            gained = gained + band.mean if band.seen else max(gained, self._chain_length(last))
+            if band.seen:
+                gained = max(0.0, gained + band.mean)
+            else:  # a tree that was never tried gives at least about what its spine would
+                spine = self._chain_length(last)
+                gained = spine if len(expected) == FIRST_TREE else max(gained, spine)
             expected.append(ONE + round(ONE * gained))
         assert len(expected) == len(self.options)
         return expected
@@ -135,8 +144,11 @@ class KindEvidence:
         """So many steps went by."""
         self._step += steps
 
-    def _add_places(self, walk: Walk) -> None:
-        accepted = [0] * len(self.bands)
+    def _add_places(self, walk: Walk, chain: float) -> None:
+        """``chain``: rows that the chain has accepted in this step, as far as is known or to be
+        expected."""
+        accepted = [0.0] * len(self.bands)
+        accepted[0] = -chain
         for row in walk.path:
             accepted[bisect_left(self._lasts, row)] += 1
         for (first, _), share, rows in zip(self.options.bands, self.bands, accepted, strict=True):
@@ -144,10 +156,11 @@ class KindEvidence:
                 break
             share.add(rows, self._step)
 
-    def _chain_length(self, nodes: int) -> float:
-        """Expected accepted nodes of a chain of ``nodes``."""
+    def _chain_length(self, nodes: int, after: int = 0) -> float:
+        """Expected accepted nodes of a chain of ``nodes`` beyond the first ``after``, which are
+        accepted."""
         length, reached = 0.0, 1.0
-        for share in self.spine[:nodes]:
+        for share in self.spine[after:nodes]:
             reached *= share.mean
             length += reached
         return length
