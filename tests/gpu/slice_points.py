@@ -66,6 +66,12 @@ def again() -> list[Cell]:
     return ours + [Cell(b, c, (9, 8, 1), "overstory") for c in (65536, 8192) for b in (4, 16)]
 
 
+def goals() -> list[Cell]:
+    """The points of the attention's goals."""
+    where = [(p, c) for p in (False, True) for c in (65536, 200_000)]
+    return [Cell(1, context, (9,), "overstory", profiled) for profiled, context in where]
+
+
 def rest() -> list[Cell]:
     """What `again` leaves of several requests up to 65k: with it all of those are of one commit."""
     short = [Cell(b, 1024, (9, *_OTHERS), "overstory") for b in (16, 4)]

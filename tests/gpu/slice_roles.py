@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slice_modules import SLOW
-from slice_points import Cell, again, against_triton, few, grid, levers, longest, rest
+from slice_points import Cell, again, against_triton, few, goals, grid, levers, longest, rest
 from slice_resume import cells_left, counts_left
 
 
@@ -48,7 +48,7 @@ ROLES = {
     "again": Role(None, 4, {}, tuple(again())),
     "auto": Role(None, 4, {}, (), auto=("fits", "fits badly")),
     "auto_fits": Role(None, 4, {}, (), auto=("fits",)),
-    "rest": Role(None, 4, {}, tuple(rest()), auto=("fits badly",)),
+    "rest": Role(None, 4, {}, (*goals(), *rest()), auto=("fits badly",)),
     "few_long": Role(4, 0, {}, tuple(longest()), early=True),
     "moe_triton": Role(4, 0, {"moe_runner_backend": "triton"}, tuple(levers()), early=True),
     "moe_fused": Role(4, 0, {"enforce_shared_experts_fusion": True}, tuple(levers()), early=True),
