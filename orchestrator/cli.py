@@ -37,6 +37,12 @@ app = typer.Typer(
 )
 
 
+_FOR_OTHERS = (
+    "that is for this machine; for nodes that are not here: `overstory plan FILE --nodes 2 --gpus 8 "
+    "--gpu rtx-pro-6000 --cpus 64 --memory-gib 512`, with what yours have"
+)
+
+
 def _pretended_nodes(
     nodes: int | None,
     gpus: int | None,
@@ -85,13 +91,20 @@ def plan(
     import json
 
     with _told():
+        from overstory.orchestrator.errors import UserFault
+        from overstory.orchestrator.placement import NoRoom
         from overstory.orchestrator.plan import make_plan
         from overstory.orchestrator.plan_text import render_plan
         from overstory.orchestrator.spec import load_spec
 
         spec = load_spec(file, overrides or ())
-        pretended = _pretended_nodes(nodes, gpus, cpus, memory_gib, gpu, gpu_gib)
-        made = make_plan(spec, pretended, published=True)
+        said = (nodes, gpus, cpus, memory_gib, gpu, gpu_gib)
+        try:
+            made = make_plan(spec, _pretended_nodes(*said), published=True)
+        except NoRoom as error:
+            if said != (None,) * len(said):
+                raise
+            raise UserFault(f"{error}\n{_FOR_OTHERS}") from error
         print(json.dumps(made.to_dict(), indent=1) if as_json else render_plan(made))
 
 

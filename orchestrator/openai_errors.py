@@ -204,10 +204,11 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def _deepest(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The first fault; of a union's branches the one that got furthest."""
+    """The first fault; of a union's branches the one that got furthest, at least to a value of its
+    kind."""
     first = _dotted(errors[0]["loc"])
     same = [error for error in errors if (_dotted(error["loc"]) or "").startswith(first or "")]
-    return max(same, key=lambda error: len(error["loc"]))
+    return max(same, key=lambda error: (len(error["loc"]), not error["type"].endswith("_type")))
 
 
 _TYPE_TAGS = {"body", "str", "int"}

@@ -7,6 +7,10 @@ from overstory.orchestrator.inventory import NodeInventory
 from overstory.orchestrator.model_facts import PlanError
 
 
+class NoRoom(PlanError):
+    """The nodes have not what the ranks need."""
+
+
 @dataclass(frozen=True)
 class RankNeeds:
     """What one rank reserves. Memory in bytes of the node, not of its GPU."""
@@ -110,10 +114,10 @@ def place(
     equal parts (Serve gives all replicas placement groups of one shape), as few as possible.
 
     Raises:
-        PlanError: not enough CPUs, GPUs or memory, with every number in it.
+        NoRoom: not enough CPUs, GPUs or memory, with every number in it.
     """
     for parts in (p for p in range(1, len(nodes) + 1) if tp_size % p == 0):
         placed = _place_all(nodes, needs, replicas, tp_size, parts)
         if placed is not None:
             return placed
-    raise PlanError(_shortage(nodes, needs, replicas, tp_size))
+    raise NoRoom(_shortage(nodes, needs, replicas, tp_size))

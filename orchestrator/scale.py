@@ -12,6 +12,7 @@ from overstory.orchestrator import cluster, serving
 from overstory.orchestrator.change_turn import turn_to_change
 from overstory.orchestrator.control import ControlError, ask_controller, connected
 from overstory.orchestrator.errors import UserFault
+from overstory.orchestrator.placement import NoRoom
 from overstory.orchestrator.plan import make_plan
 from overstory.orchestrator.progress import Progress, describe_ranks
 from overstory.orchestrator.restart import refuse_if_changing, with_finished_restart
@@ -29,9 +30,9 @@ def scale(name: str | None, replicas: int, progress: Progress, timeout_s: float)
     """Sets the number of replicas and waits until so many run.
 
     Raises:
-        ScaleError: not a number of replicas, not reached in time, or interrupted: Serve goes on.
+        ScaleError: not a number of replicas, no room for the new ones, not reached in time, or
+            interrupted: Serve goes on.
         RestartError: the deployment is being changed already.
-        PlanError: no room for the new ones.
     """
     if replicas < 1:
         raise ScaleError(f"replicas: got {replicas}, wanted at least 1; `overstory down` ends all")
@@ -44,7 +45,12 @@ def scale(name: str | None, replicas: int, progress: Progress, timeout_s: float)
         if more > 0:
             _refuse_after_a_stop(record.name)
             wanted = spec.model_copy(update={"replicas": more})
-            make_plan(wanted, cluster.ray_inventory())
+            try:
+                make_plan(wanted, cluster.ray_inventory())
+            except NoRoom as error:
+                raise ScaleError(
+                    f"replicas: got {replicas}, {more} more than now; for those: {error}"
+                ) from error
         progress.tell("placement", f"{spec.replicas} -> {replicas} replicas")
         with contextlib.suppress(ControlError):  # Without a controller nothing was given up.
             ask_controller(record.name, "asked_for", replicas)

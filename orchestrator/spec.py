@@ -44,7 +44,7 @@ class TreeSpec(_Section):
     budget: int = Field(default=31, ge=0, le=MAX_TREE_NODES)
     """Draft nodes per request and step: 0 decodes plainly, the drafter's block size - 1 drafts a
     chain, any other number a best-first tree of that many nodes. It is also the most that a tree
-    policy set later may use."""
+    policy set later may use, beside the chain, for which there is always room."""
 
     policy: Literal["fixed", "auto"] = "fixed"
     """`fixed`: every step drafts `budget` nodes. `auto`: each step takes plain, the chain or a tree
@@ -331,8 +331,8 @@ class DeploymentSpec(_Section):
     @field_validator("engine")
     @classmethod
     def _check_engine(cls, given: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        resources = info.data.get("resources")
-        return check_engine_args(given, resources.device if resources else "cpu")
+        resources = info.data.get("resources")  # None where they are at fault themselves:
+        return check_engine_args(given, resources.device if resources else "cuda")  # less is refused
 
     @model_validator(mode="after")
     def _check_drafter(self) -> "DeploymentSpec":

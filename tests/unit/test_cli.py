@@ -84,6 +84,20 @@ def test_plan_for_a_cluster_that_is_not_here() -> None:
     assert "bundle 1  node-1: rank 1" in done.output
 
 
+def test_a_plan_that_does_not_fit_this_machine_says_how_to_plan_for_another() -> None:
+    plan = ["plan", "clusters/rtx-pro-6000-8x/deployment.yaml"]
+    more = ["--set", "resources.cpus_per_rank=512"]
+    here = RUN.invoke(app, [*plan, *more])
+    assert (here.exit_code, here.output.count("the nodes have")) == (1, 1)
+    told = here.output.split("`")[1].removeprefix("overstory plan FILE ").split()
+    there = RUN.invoke(app, [*plan, *told])
+    assert there.exit_code == 0, there.output
+    assert "node-0: rank 0, 1, 2, 3, 4, 5, 6, 7" in there.output
+    neither = RUN.invoke(app, [*plan, *told, *more])
+    assert "the nodes have" in neither.output
+    assert "that is for this machine" not in neither.output
+
+
 @pytest.mark.parametrize("command", ["plan", "deploy"])
 @pytest.mark.parametrize(
     ("change", "said"),

@@ -107,6 +107,14 @@ def test_wrong_values_are_refused_by_name(field: str, value: Any) -> None:
     assert field in error.message
 
 
+def test_of_a_field_of_several_kinds_the_fault_of_the_kind_that_came_is_told() -> None:
+    said = refusal(CompletionRequest, stop=["x"] * 17).message
+    assert said == "stop: List should have at most 16 items after validation, not 17"
+    assert "valid string, got 5" in refusal(CompletionRequest, stop=["x", 5]).message
+    assert "at least 1 character" in refusal(CompletionRequest, stop="").message
+    assert "a valid string" in refusal(CompletionRequest, stop={"a": 1}).message
+
+
 @pytest.mark.parametrize("model", [{}, {"model": None}])
 def test_a_model_must_be_named(model: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as caught:

@@ -106,6 +106,12 @@ def test_wrong_types_name_what_came() -> None:
     assert problems(engine=["tp_size"])[0].startswith("engine: got ['tp_size'], wanted")
 
 
+def test_faulty_resources_do_not_spoil_what_is_right_on_a_gpu() -> None:
+    gpu = {"device": "cuda", "cpus_per_rank": 9999}
+    (problem,) = problems(resources=gpu, engine={"attention_backend": "overstory"})
+    assert problem.startswith("resources.cpus_per_rank: got 9999")
+
+
 def test_missing_model() -> None:
     with pytest.raises(SpecError, match="model: is missing"):
         parse_spec({"drafter": "x"})
