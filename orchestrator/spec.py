@@ -331,8 +331,9 @@ class DeploymentSpec(_Section):
     @field_validator("engine")
     @classmethod
     def _check_engine(cls, given: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        resources = info.data.get("resources")  # None where they are at fault themselves:
-        return check_engine_args(given, resources.device if resources else "cuda")  # less is refused
+        # Without resources (at fault themselves): as on a GPU, where less is refused.
+        resources = info.data.get("resources")
+        return check_engine_args(given, resources.device if resources else "cuda")
 
     @model_validator(mode="after")
     def _check_drafter(self) -> "DeploymentSpec":
