@@ -38,8 +38,8 @@ app = typer.Typer(
 
 
 _FOR_OTHERS = (
-    "that is for this machine; for nodes that are not here: `overstory plan FILE --nodes 2 --gpus 8 "
-    "--gpu rtx-pro-6000 --cpus 64 --memory-gib 512`, with what yours have"
+    "that is for this machine; for nodes that are not here: `overstory plan FILE --nodes 2 "
+    "--gpus 8 --gpu rtx-pro-6000 --cpus 64 --memory-gib 512`, with what yours have"
 )
 
 
