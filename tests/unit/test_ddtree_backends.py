@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +63,17 @@ def test_what_a_tree_cannot_run_with_is_named(name: str, value: Any) -> None:
     _refuse_unsupported(_arguments())
     with pytest.raises(ValueError, match=name):
         _refuse_unsupported(_arguments(**{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("simulated", "refused"), [("4.5", True), ("0.5", True), ("0", False), ("-1", False)]
+)
+def test_simulated_acceptance_is_refused_not_ignored(
+    simulated: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", simulated)
+    with pytest.raises(ValueError, match="unset it") if refused else nullcontext():
+        _refuse_unsupported(_arguments())
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "trtllm_mla", "cutlass_mla", "fa3", None])

@@ -21,6 +21,9 @@ MAX_ROWS = 64
 
 _DEFAULT_MAX_RUNNING = 48
 
+_SIMULATED = "SGLANG_SIMULATE_ACC_LEN"
+"""SGLang's switch that forces the length of a chain, off at 0 and below."""
+
 _MASKED_BACKENDS = {"cpu": ("torch_native",), "cuda": ("overstory", "triton")}
 """Attention backends by device whose verify forward applies a tree's mask, for MLA as well."""
 
@@ -94,6 +97,12 @@ def _refuse_unsupported(arguments: ServerArgs) -> None:
     for name, (value, wanted) in unsupported.items():
         if value != wanted:
             raise ValueError(f"{ALGORITHM} runs with {name}={wanted} only, got {value}")
+    simulated = os.environ.get(_SIMULATED, "0")
+    if not simulated.startswith("-") and simulated.strip("0."):
+        raise ValueError(
+            f"{ALGORITHM} accepts what the target says, got {_SIMULATED}={simulated} in the "
+            "environment, which would be ignored: unset it, or take speculative_algorithm DFLASH"
+        )
     page_size = arguments.page_size or 1
     if page_size < 1 or page_size & (page_size - 1):
         raise ValueError(
