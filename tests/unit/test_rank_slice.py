@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import sys
@@ -264,6 +265,24 @@ def test_attention_s_share_is_beside_its_goal() -> None:
     assert cells[1:7] == ["14.49", "4.04", "27.9%", "25%", "66.3", "57.1"]
     with_exchanges = 4043.2 / (14494.2 + exchanges_us(1, 9))
     assert cells[7] == f"{with_exchanges:.1%}"
+
+
+def test_the_page_says_what_the_newer_loop_makes_of_the_shares() -> None:
+    """Computed: a layer's attention less what the loop takes less, in 61 layers."""
+    with (ROWS_FILE.parent / "kernels_h200_loop_ab.csv").open(newline="") as file:
+        us = {
+            (row["variant"], int(row["context"])): float(row["us_median"])
+            for row in csv.DictReader(file)
+            if (row["op"], row["bs"], row["q"]) == ("verify_attention", "1", "9")
+        }
+    points = {tuple(p[name] for name in WHERE): p for p in whole(merged(read(ROWS_FILE)))}
+    told = []
+    for context in (65536, 200_000):
+        point = points["overstory", 1, context, 9]
+        less = 61 * (us["in use", context] - us["lean, whole values", context])
+        share = (point["stages_us"]["attention"] - less) / (serving_us(point) - less)
+        told.append(f"{share:.1%}")
+    assert f"{' and '.join(told)}\n  (computed)" in PAGES[0].read_text()
 
 
 def test_attention_is_the_two_kernels_of_the_verify_alone() -> None:
