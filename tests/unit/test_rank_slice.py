@@ -31,6 +31,7 @@ from slice_stages import (
 )
 from slice_tables import TABLES, exchanges_us, fill, merged, model_step, serving_us, whole
 
+from overstory.orchestrator.experts import distinct_experts
 from overstory.orchestrator.gpu_memory import WHOLE_STEP_DRAWS, capture_bytes
 from overstory.orchestrator.memory import GIB
 from overstory.orchestrator.model_facts import drafter_from_config, target_from_config
@@ -255,6 +256,21 @@ def test_the_page_tells_how_many_points_the_automatic_budget_reached() -> None:
     lines = automatic([row for role in roles for row in role.get("auto", [])])[2:]
     reached = [float(line.split("|")[7].strip(" %")) >= 98 for line in lines]
     assert f"| {sum(reached)} of {len(reached)} points" in PAGES[0].read_text()
+
+
+def test_independent_rows_touch_the_experts_that_the_plan_counts() -> None:
+    """Counted on the GPU, against the even router of plan and capacity model."""
+    roles = json.loads(ROWS_FILE.with_suffix(".json").read_text())["roles"]
+    counts = [count for role in roles for count in role.get("experts", [])]
+    own = [count for count in counts if count["alike"] == 0]
+    assert len(own) == 12
+    for count in own:
+        expected = distinct_experts(384, 8, count["batch"] * count["rows"])
+        assert count["mean"] == pytest.approx(expected, rel=0.04), count
+    for count in counts:
+        if count["alike"] and count["batch"] * count["rows"] > 1:
+            least = next(c for c in own if all(c[n] == count[n] for n in ("batch", "rows")))
+            assert count["mean"] < least["mean"], "rows that are alike choose alike"
 
 
 def test_attention_s_share_is_beside_its_goal() -> None:
