@@ -266,7 +266,7 @@ def test_independent_rows_touch_the_experts_that_the_plan_counts() -> None:
     assert len(own) == 12
     for count in own:
         expected = distinct_experts(384, 8, count["batch"] * count["rows"])
-        assert count["mean"] == pytest.approx(expected, rel=0.04), count
+        assert count["mean"] == pytest.approx(expected, rel=0.05), count
     for count in counts:
         if count["alike"] and count["batch"] * count["rows"] > 1:
             least = next(c for c in own if all(c[n] == count[n] for n in ("batch", "rows")))
