@@ -273,6 +273,19 @@ def test_independent_rows_touch_the_experts_that_the_plan_counts() -> None:
             assert count["mean"] < least["mean"], "rows that are alike choose alike"
 
 
+def test_memory_was_flat_over_a_long_prompt_and_far_slots_are_no_others() -> None:
+    roles = json.loads(ROWS_FILE.with_suffix(".json").read_text())["roles"]
+    long = next(role for role in roles if "long" in role)
+    assert long["long"]["tokens"] == 200_000
+    for what in ("chunks", "decode"):
+        held = [f["allocated_gb"] for f in long[what]]
+        assert max(held) - min(held) < 0.01
+    far = long["far_slots"]
+    assert far["equal"]
+    assert far["logprobs_apart"] < 1e-3
+    assert far["highest_element"][1] > 2**31 > far["highest_element"][0]
+
+
 def test_attention_s_share_is_beside_its_goal() -> None:
     """By hand for 65k: 4043.2 of 14494.2 us; for a quarter of the step a layer may take 57.1."""
     points = merged(read(ROWS_FILE))
