@@ -115,7 +115,7 @@ class Replica:
         name_request(f"request {request.rid}")
         refuse_beyond(self._limits, request)
         await self._handoff.bring(request)
-        finished = False
+        finished, tokens = False, len(request.input_ids)
         steps = cast(
             AsyncGenerator[dict[str, Any], None],
             self._engine.generate_ids(
@@ -133,6 +133,7 @@ class Replica:
                     async for chunk in together:
                         self._health.generated()
                         finished = chunk.finish is not None
+                        tokens += len(chunk.token_ids)
                         yield chunk
             except (RequestRefused, EngineBusy):  # The client's doing, or nobody's.
                 raise
@@ -141,7 +142,7 @@ class Replica:
                 raise
             finally:
                 if not finished:
-                    self._handoff.left()
+                    self._handoff.left(request.rid, tokens)
 
     async def limits(self) -> dict[str, int]:
         """See `engine_limits`."""

@@ -12,14 +12,13 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from overstory.orchestrator.controller_actor import find_controller
+from overstory.orchestrator.departures import Departures
 from overstory.orchestrator.handoff import BRING_S, Text
 from overstory.orchestrator.journal import GenerateCall
 from overstory.orchestrator.rank_group import CONTROL, call
 
 logger = logging.getLogger(__name__)
 
-COMING_S = 3.0
-"""How long after the last sequence left this replica another one may still ask for its KV."""
 STAY_S = 8.0
 """Longest stay. With `replica_board.DRAIN_S` less than Serve's limit for a graceful end."""
 _LOOK_S = 0.1
@@ -42,7 +41,7 @@ class ReplicaHandOff:
     ) -> None:
         self._deployment, self._replica = deployment, replica
         self._on, self._least_tokens, self._rank_0 = on, least_tokens, rank_0
-        self._left_at = -COMING_S
+        self._departures = Departures(least_tokens, time.monotonic)
 
     async def bring(self, request: GenerateCall) -> None:
         """Before the engine gets it: its KV from where it was, if there is any to be had. Never
@@ -73,21 +72,22 @@ class ReplicaHandOff:
             time.monotonic() - begun,
         )
 
-    def left(self) -> None:
-        """A sequence went before its end: another replica may ask for its KV."""
-        self._left_at = time.monotonic()
+    def left(self, rid: str, tokens: int) -> None:
+        """A sequence of so many tokens went before its end: another replica may ask for its KV."""
+        if self._on:
+            self._departures.left(rid, tokens)
 
     def stay(self) -> None:
         """Before the end of this replica: blocks while its KV is fetched, or may be soon."""
         deadline = time.monotonic() + STAY_S
         while self._on and time.monotonic() < deadline:
-            coming = time.monotonic() - self._left_at < COMING_S
+            asked = call(self._rank_0, CONTROL, "peer", "outgoing")
             try:
-                holding = ray.get(call(self._rank_0, CONTROL, "peer", "holding"), timeout=_ANSWER_S)
+                outgoing = ray.get(asked, timeout=_ANSWER_S)
             except GetTimeoutError:
                 continue  # A machine with too much to do; it may hold all the same.
             except RayError:
                 return
-            if not coming and not holding:
+            if not outgoing["holding"] and not self._departures.awaited(outgoing["fetched"]):
                 return
             time.sleep(_LOOK_S)

@@ -84,6 +84,11 @@ def close_peer(scheduler: Any, name: str) -> None:
     _PEERS.close(name)
 
 
+def outgoing(scheduler: Any) -> dict[str, Any]:
+    """What a replica that goes stays for."""
+    return _HANDOFF.outgoing()
+
+
 def threads(scheduler: Any) -> list[str]:
     """Those of communicators."""
     return [t.name for t in threading.enumerate() if t.name.startswith(("giver", "line"))]

@@ -301,6 +301,7 @@ def test_rows_that_are_handed_over_stay_where_they_are(
         lambda scheduler: handoff.led_by(CommandContext(0, SglangScheduler(scheduler), EPOCH + 1))
     )
     assert handoff.holding() == 0, "a controller that is gone ends nothing any more"
+    assert handoff.outgoing()["fetched"] == [], "its successor may still ask"
     assert act("relocate", plan=plan)["rows"] > 0
     harness.assert_no_leak()
 

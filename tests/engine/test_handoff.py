@@ -20,6 +20,7 @@ from handoff_support import (
     fault,
     offer,
     open_peer,
+    outgoing,
     threads,
 )
 
@@ -109,7 +110,14 @@ class Move:
 
     def end(self) -> None:
         """The other replica lets go; nothing of the communicator stays."""
+        rids = {entry.rid for entry in self.entries}
+        before = self._there.call("at_boundary", outgoing)[0]
+        assert before["holding"]
+        assert not rids & set(before["fetched"]), "still held"
         self._there.call("at_boundary", command, "kv_let_go", {"key": self.name})
+        after = self._there.call("at_boundary", outgoing)[0]
+        assert not after["holding"]
+        assert rids <= set(after["fetched"])
         self._there.call("at_boundary", close_peer, self.name)
         self.end_here()
         assert self._there.call("at_boundary", threads)[0] == []

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,12 +32,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_REMEMBERED = 4096
+"""Requests that are known as fetched: more than leave a replica in the seconds of its going."""
+
 
 @dataclass(frozen=True)
 class _Order:
     """Texts that are held, for the controller of `epoch`."""
 
     epoch: int
+    rids: list[str]
     texts: list[cached.Held]
 
 
@@ -53,6 +58,7 @@ class KvHandoff:
         self.identity = ""
         self._lock = threading.Lock()
         self._held: dict[str, _Order] = {}
+        self._fetched: deque[str] = deque(maxlen=_REMEMBERED)
         self._table: RowTable | None = None
 
     def register(self, table: CommandTable) -> None:
@@ -66,13 +72,18 @@ class KvHandoff:
         with self._lock:
             return len(self._held)
 
+    def outgoing(self) -> dict[str, Any]:
+        """`holding`, and `fetched`: requests whose KV was asked for and let go. From any thread."""
+        with self._lock:
+            return {"holding": len(self._held), "fetched": list(self._fetched)}
+
     def led_by(self, context: CommandContext) -> None:
         """At a boundary: lets go of what was held for a controller before this one, which cannot
         end what it began. A thread that is sending it finds so; the taker computes the rest."""
         with self._lock:
             orphans = [key for key, order in self._held.items() if order.epoch < context.epoch]
         for key in orphans:
-            self.let_go(context, {"key": key})
+            self._end(context, key)
 
     # ------------------------------------------------------------------ giving
 
@@ -90,11 +101,12 @@ class KvHandoff:
         running = [t["rid"] for t in texts if cached.still_running(scheduler, t["rid"])]
         if running:
             return {"running": running, "lengths": []}
-        self.let_go(context, arguments)  # of an order before, whose answer did not arrive
+        self._end(context, arguments["key"])  # an order before, whose answer did not arrive
         table = self._rows(scheduler)
         held = [cached.hold(scheduler, text["tokens"]) for text in texts]
         with self._lock:
-            self._held[arguments["key"]] = _Order(context.epoch, held)
+            rids = [text["rid"] for text in texts]
+            self._held[arguments["key"]] = _Order(context.epoch, rids, held)
         return {
             "lengths": [len(one.slots) for one in held],
             "running": [],
@@ -103,12 +115,19 @@ class KvHandoff:
 
     def let_go(self, context: CommandContext, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Ends what `hold` began under `key`. Returns how many texts were held."""
+        order = self._end(context, arguments["key"])
+        if order is None:
+            return {"texts": 0}
         with self._lock:
-            order = self._held.pop(arguments["key"], None)
-        texts = [] if order is None else order.texts
-        for one in texts:
+            self._fetched += order.rids
+        return {"texts": len(order.texts)}
+
+    def _end(self, context: CommandContext, key: str) -> _Order | None:
+        with self._lock:
+            order = self._held.pop(key, None)
+        for one in [] if order is None else order.texts:
             cached.let_go(context.scheduler.raw, one)
-        return {"texts": len(texts)}
+        return order
 
     def give(self, order: Any, piece_bytes: int) -> tuple[Iterable[Piece], Callable[[], bool]]:
         """Rows `start` to `end` of text `text` held under `key`. From a giver's thread.

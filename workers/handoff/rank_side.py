@@ -121,6 +121,12 @@ class RankSide:
         """See `KvHandoff.holding`."""
         return 0 if self._made is None else self._made[0].holding()
 
+    def outgoing(self) -> dict[str, Any]:
+        """See `KvHandoff.outgoing`."""
+        if self._made is None:
+            return {"holding": 0, "fetched": []}
+        return self._made[0].outgoing()
+
     def led_by(self, context: CommandContext) -> None:
         """See `KvHandoff.led_by`."""
         if self._made is not None:
