@@ -130,7 +130,8 @@ def _cells(settings: BenchSettings, round_number: int) -> list[_Cell]:
 
 
 def report(record: DeploymentRecord, settings: BenchSettings, samples: Sequence[Sample]) -> Any:
-    """What goes into the JSON file: `host`, `deployment`, `settings`, `notes`, `rows`."""
+    """What goes into the JSON file: `host`, `deployment`, `settings`, `notes`, `stopped` (in words;
+    null for a whole one), `rows`."""
     return {
         "host": host_facts(),
         "deployment": record.spec,
@@ -139,18 +140,17 @@ def report(record: DeploymentRecord, settings: BenchSettings, samples: Sequence[
             "modes interleaved in one run; plain is budget 0 in the same engine, drafter loaded",
             "load through the HTTP endpoint from this machine",
             f"profile {settings.profile}: {PROFILES[settings.profile].help}",
-            *_missing(settings, samples),
         ],
+        "stopped": _stopped(settings, samples),
         "rows": summarise(samples),
     }
 
 
-def _missing(settings: BenchSettings, samples: Sequence[Sample]) -> list[str]:
-    """Says that the benchmark was stopped, if it was."""
+def _stopped(settings: BenchSettings, samples: Sequence[Sample]) -> str | None:
     total = _count(settings)
     if len(samples) == total:
-        return []
-    return [f"stopped after {len(samples)} of {total} measurements: rows have fewer rounds or none"]
+        return None
+    return f"stopped after {len(samples)} of {total} measurements: rows have fewer rounds or none"
 
 
 def _count(settings: BenchSettings) -> int:
@@ -214,7 +214,9 @@ def _tell(
     result = report(record, settings, samples)
     rows = result["rows"]
     # First: a disk that is full costs the files alone.
-    print(render_rows(rows), *_missing(settings, samples), sep="\n", flush=True)
+    print(render_rows(rows))
+    if result["stopped"]:
+        print(result["stopped"])
     texts = (json.dumps(result, indent=1) + "\n", csv_text(rows), plot_text(rows))
     for (option, path), text in zip(files.items(), texts, strict=True):
         if path is not None:

@@ -143,9 +143,13 @@ def _measured(picture: Mapping[str, Any], benchmarks: Sequence[tuple[str, Any]])
             at = f"benchmark {row['mode']}, {row['concurrency']} at a time, T={row['temperature']}"
             at += f", {row['load']}" if row.get("load") else ""
             rows.append(Figure(at, row["tokens_per_s"], source, "tokens/s"))
-    notes = () if benchmarks else ("No benchmark was given: `overstory bench --json FILE`, then "
-                                   "`overstory report --bench FILE`.",)  # fmt: skip
-    return Section("Measured", tuple(rows), notes)
+    notes = [f"{path}: {r['stopped']}." for path, r in benchmarks if r.get("stopped")]
+    if not benchmarks:
+        notes.append(
+            "No benchmark was given: `overstory bench --json FILE`, then `overstory report --bench "
+            "FILE`."
+        )
+    return Section("Measured", tuple(rows), tuple(notes))
 
 
 def _bottleneck(name: str, figures: PolicyFigures) -> str:

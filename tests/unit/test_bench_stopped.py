@@ -63,7 +63,7 @@ def test_what_was_measured_is_shown_and_written(
     assert said in capsys.readouterr().out
     written = json.loads(files[0].read_text())
     assert [row["mode"] for row in written["rows"]] == ["plain"]
-    assert written["notes"][-1] == said
+    assert written["stopped"] == said
     assert [row["mode"] for row in csv.DictReader(files[1].open())] == ["plain"]
     assert files[2].read_text().startswith("<svg")
     assert policies[-1] == "tree-31", "the policy that was in force is in force again"
@@ -81,11 +81,12 @@ def test_stopped_before_its_first_measurement_it_writes_nothing(
 
 @pytest.mark.usefixtures("policies")
 def test_a_whole_benchmark_says_nothing_of_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(client, "stream_completion", _Broken(99, KeyboardInterrupt()).stream)
-    bench.run_bench(None, SETTINGS, None)
+    bench.run_bench(None, SETTINGS, tmp_path / "b.json")
     assert "stopped" not in capsys.readouterr().out
+    assert json.loads((tmp_path / "b.json").read_text())["stopped"] is None
 
 
 def test_requests_under_way_and_those_to_come_break_off(monkeypatch: pytest.MonkeyPatch) -> None:

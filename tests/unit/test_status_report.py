@@ -215,6 +215,9 @@ def test_benchmarks_come_with_date_and_versions() -> None:
     assert "sglang 0.5.17" in rows[0].source
     assert "overstory-tiny" in rows[0].source  # Not the model of this deployment: it is seen.
     assert "overstory bench --json FILE" in notes_of(reported(picture()), "Measured")
+    assert notes_of(report, "Measured") == ""
+    cut = result | {"stopped": "stopped after 3 of 12 measurements"}
+    assert notes_of(reported(picture(), [("b", cut)]), "Measured") == f"b: {cut['stopped']}."
 
 
 @pytest.mark.parametrize(("every_s", "said"), [(0.0, "never (control."), (90.0, "every 90 s")])
