@@ -23,7 +23,7 @@ from slice_auto import (
 )
 from slice_bench import keep_launches
 from slice_config import published
-from slice_counted import automatic, long_prompt, touched
+from slice_counted import automatic, fill, kept, long_prompt, touched
 from slice_modules import SLOW, modules
 from slice_points import Cell, again, against_triton, grid, longest, rest
 from slice_report import Report
@@ -349,3 +349,33 @@ def test_the_goal_s_point_is_the_first_of_triton_s() -> None:
     }
     assert needed_s(Cell(4, 200_000, (9,), "triton"), 4) < 10
     assert needed_s(Cell(1, 65536, (9,), "triton"), 61) == pytest.approx(5 + 65536 / 12_000)
+
+
+def test_what_is_kept_of_sessions_fills_a_page(tmp_path: Path) -> None:
+    """Of two sessions, the later one's figures of a point."""
+    cells = {
+        "batch": 1,
+        "context": 1024,
+        "best": "chain",
+        "used": {"chain": 128},
+        "drafter": "fits",
+    }
+    for name, rate in (("one", 90.0), ("two", 99.0)):
+        roles = tmp_path / name / "roles"
+        roles.mkdir(parents=True)
+        auto = [cells | {"rates": {"chain": 100.0, "auto": rate}}]
+        (roles / "auto.json").write_text(json.dumps({"layers": 61, "auto": auto, "errors": {}}))
+        long = {"layers": 3, "chunks": [{"seconds": 0.5}], "long": {"tokens": 8192}}
+        (roles / "long.json").write_text(json.dumps(long))
+        (roles / "empty.json").write_text(json.dumps({"layers": 4, "errors": {}}))
+    stored = kept([tmp_path / "one", tmp_path / "two"], "abc")
+    assert [role["role"] for role in stored["roles"]] == ["auto", "long"] * 2
+    assert {role["commit"] for role in stored["roles"]} == {"abc"}
+    assert "errors" not in stored["roles"][0]
+    page = "a\n<!-- counted automatic -->\nold\n<!-- end -->\nb\n<!-- counted long --><!-- end -->"
+    text = fill(page, json.loads(json.dumps(stored)))
+    assert "| 99.0% | chain 128 |" in text
+    assert "90.0%" not in text
+    assert "old" not in text
+    assert "- prompt of 8192 tokens: to its end" in text
+    assert fill(text, stored) == text
