@@ -133,7 +133,7 @@ class Replica:
                     async for chunk in together:
                         self._health.generated()
                         finished = chunk.finish is not None
-                        tokens += len(chunk.token_ids)
+                        tokens += len(chunk.ids)
                         yield chunk
             except (RequestRefused, EngineBusy):  # The client's doing, or nobody's.
                 raise

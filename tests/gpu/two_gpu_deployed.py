@@ -37,6 +37,9 @@ TOY = os.environ.get("TWO_GPU_TOY") == "1"
 MODEL = "overstory-tiny"
 NEW = 120 if TOY else 800
 PROMPT_TOKENS = 300 if TOY else 1600
+CLIENTS = 6
+WARM_S = 15.0
+"""Longest for what is compiled at the first answers, which no gap is to be taken from."""
 ENDING_S = 20.0
 """For what is looked at after a deployment or a restart, and for the logs."""
 NOSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
@@ -208,6 +211,14 @@ def period(seen: Seen, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     } | more
 
 
+def warmed(seen: Seen) -> dict[str, Any]:
+    """Each client has had an answer and is at a later one, whose gaps are those of this replica."""
+    until = time.monotonic() + WARM_S
+    while seen.answers < 2 * CLIENTS and time.monotonic() < until:
+        time.sleep(0.05)
+    return {}
+
+
 def wait_s(seconds: float) -> dict[str, Any]:
     time.sleep(seconds)
     return {}
@@ -254,7 +265,8 @@ def run(name: str, report: Callable[[str, Any], None], deadline: float, folder: 
         if done.returncode:
             return
         report("ranks", ranks_of(picture(deployed)))
-        with Answers(deployed.url, clients=6) as seen:
+        with Answers(deployed.url, CLIENTS) as seen:
+            report("first answers", period(seen, lambda: warmed(seen)))
             report("undisturbed", period(seen, lambda: wait_s(4.0)))
             if case.restart:
                 report("restart", period(seen, lambda: restart(deployed, left() - ENDING_S)))
