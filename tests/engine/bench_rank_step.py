@@ -3,8 +3,11 @@ docs/benchmarks/cpu_step.md.
 
 A real `RankHost` in this process with its event loop, hooks, gate, digests and counters; a thread
 of it grants leases as a controller does, and a process beside it takes the tokens. Medians of wall
-time: on a busy machine sums count other processes too. The forwards in between leave nothing in the
-caches, so a part takes several times what it takes in a loop of its own.
+time: on a busy machine sums count other processes too. Beside them CPU time of all calls together,
+which holds what comes seldom. The forwards in between leave nothing in the caches, so a part takes
+several times what it takes in a loop of its own.
+
+`--ahead` has the automatic rule take its steps as on a GPU, where they cannot be timed one by one.
 
     .venv/bin/python tests/engine/bench_rank_step.py --policies tree-15,auto --requests 1,32
 """
@@ -48,6 +51,7 @@ PARTS = {
     "step kept": f"{OURS}.ddtree.step_record.PendingSteps.add",
     "acceptance read": f"{OURS}.ddtree.step_record.PendingSteps.read",
     "step counted": f"{OURS}.ddtree.step_record.PendingSteps.count",
+    "walks counted": f"{OURS}.policy.chooser.StepOutcome.judge",
     "slots reserved": f"{OURS}.ddtree.draft_input.DDTreeDraftInput.prepare_for_decode",
     "end of a request looked for": f"{SRT}.schedule_batch.Req.update_finish_state",
     "SGLang: requests received": f"{SRT}.scheduler_components.request_receiver"
@@ -70,24 +74,26 @@ while True:
 
 
 class Timed:
-    """Nanoseconds of each call of the parts."""
+    """Nanoseconds of each call of the parts: of wall time, and of the thread's own CPU time."""
 
     def __init__(self) -> None:
         import pkgutil
 
-        self.calls: dict[str, list[int]] = {}
+        self.calls: dict[str, list[tuple[int, int]]] = {}
         for name, path in PARTS.items():
             owner, _, attribute = path.rpartition(".")
             self._wrap(pkgutil.resolve_name(owner), attribute, self.calls.setdefault(name, []))
 
     @staticmethod
-    def _wrap(owner: Any, attribute: str, calls: list[int]) -> None:
-        function, clock = getattr(owner, attribute), time.perf_counter_ns
+    def _wrap(owner: Any, attribute: str, calls: list[tuple[int, int]]) -> None:
+        function = getattr(owner, attribute)
+        clock, own = time.perf_counter_ns, time.thread_time_ns
 
         def timed(*arguments: Any, **named: Any) -> Any:
-            begun = clock()
+            begun_own, begun = own(), clock()
             result = function(*arguments, **named)
-            calls.append(clock() - begun)
+            took = clock() - begun
+            calls.append((took, own() - begun_own))
             return result
 
         setattr(owner, attribute, timed)
@@ -227,13 +233,14 @@ def measure(rank: Rank, policy: str, requests: int, steps: int) -> None:
     taken = rank.launched() - begun
     each_ms = (time.perf_counter() - since) / taken * 1e3
     print(f"\n{policy}, {requests} requests: {taken} steps of {each_ms:.1f} ms")
-    print(f"{'part':34s} {'calls a step':>12s} {'median us':>10s} {'us a step':>10s}")
+    heads = f"{'median us':>10s} {'us a step':>10s} {'CPU us':>10s}"
+    print(f"{'part':34s} {'calls a step':>12s} {heads}")
     for name, calls in rank.timed.calls.items():
         kept = list(calls)
         if kept:
-            median = statistics.median(kept) / 1e3
-            a_step = len(kept) / taken
-            print(f"{name:34s} {a_step:12.2f} {median:10.1f} {median * a_step:10.1f}")
+            median = statistics.median(wall for wall, _ in kept) / 1e3
+            a_step, own = len(kept) / taken, sum(own for _, own in kept) / 1e3 / taken
+            print(f"{name:34s} {a_step:12.2f} {median:10.1f} {median * a_step:10.1f} {own:10.1f}")
     if rank.exchanges:
         print(f"control call, CPU of its thread: {statistics.median(rank.exchanges) / 1e3:.0f} us")
     print(f"full collections: {gc.get_stats()[2]['collections'] - pauses}")
@@ -245,6 +252,7 @@ def main() -> None:
     parser.add_argument("--policies", default="tree-15", help="separated by commas")
     parser.add_argument("--requests", default="1,32", help="at a time, separated by commas")
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--ahead", action="store_true", help="the automatic rule as on a GPU")
     parser.add_argument("--lease-steps", type=int, default=64)
     options = parser.parse_args()
     policies = options.policies.split(",")
@@ -253,6 +261,7 @@ def main() -> None:
     os.environ[POLICY_ENV] = "auto" if "auto" in policies else policies[0]
     prepare_process("cpu", 1)
     rank = Rank(policies[0], max(requests), options.lease_steps)
+    rank.scheduler.draft_worker.chooser._host_waits &= not options.ahead
     for policy in policies:
         for number in requests:
             measure(rank, policy, number, options.steps if number < 8 else options.steps // 2)

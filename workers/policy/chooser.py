@@ -43,6 +43,10 @@ if TYPE_CHECKING:
 SYNC_STEPS = 16
 """Decode steps between two broadcasts of beliefs, at least (`Beliefs.holds`)."""
 
+HOLDS_ELSEWHERE = 4
+"""Periods that beliefs are in force at most where the batch is of another place than they were made
+for."""
+
 OBSERVED = 2
 """Most requests of a step whose walks are counted, others each time."""
 
@@ -219,7 +223,8 @@ class _Auto:
         """After how many steps the next beliefs come; what is to be tried and when was decided for
         another batch, if ``shape`` is of another place."""
         same = place_of(self.table, shape) == self.place
-        return SYNC_STEPS * (self.beliefs.holds if same else 1)
+        most = self.beliefs.holds if same else HOLDS_ELSEWHERE
+        return SYNC_STEPS * min(self.beliefs.holds, most)
 
 
 class StepChooser:
