@@ -338,11 +338,6 @@ def _warnings(spec: DeploymentSpec, settings: EngineSettings) -> tuple[str, ...]
             "engine.attention_backend: trees on a GPU need overstory, or triton with "
             f"disable_cuda_graph: true; got {backend or 'none'}, which the engine will refuse"
         )
-    if drafts_on_gpu and (args.get("page_size") or 1) > 1:
-        warnings.append(
-            f"engine.page_size: {args['page_size']} with trees is tested on CPU engines and has "
-            "not run on a GPU yet; nothing is gained by it in the engine itself, 1 is the default"
-        )
     if settings.drafter is not None:
         chain = settings.drafter.block_size - 1
         if 0 < spec.tree.budget < chain:

@@ -266,15 +266,6 @@ def test_no_room_for_a_kv_pool(pair: Pair) -> None:
     assert "it holds no request at all, raise engine.mem_fraction_static" in found
 
 
-def test_pages_with_trees_on_a_gpu_are_warned_of(pair: Pair) -> None:
-    gpu = NodeInventory("g", cpus=8, gpus=1, memory=64 * GIB, gpu_memory=80 * GIB)
-    for device, page_size, warned in (("cuda", 16, 1), ("cuda", 1, 0), ("cpu", 16, 0)):
-        spec = pair(resources={"device": device}, engine={"page_size": page_size})
-        found = [w for w in make_plan(spec, [gpu]).warnings if "engine.page_size" in w]
-        assert len(found) == warned, (device, page_size)
-        assert all("16 with trees" in w and "has not run on a GPU yet" in w for w in found)
-
-
 def test_pages_that_hold_no_request(pair: Pair) -> None:
     """Of a pool of 300 slots, 256 are in whole pages; a step's 2 x 64 rows go off."""
     gpu = NodeInventory("g", cpus=8, gpus=1, memory=64 * GIB, gpu_memory=80 * GIB)
