@@ -235,8 +235,8 @@ class ControlSpec(_Section):
 
     kv_hand_off: Literal["auto", "on", "off"] = "off"
     """Whether the KV of a sequence that moves to another replica (restart, fewer replicas) moves
-    with it, instead of being computed again; `auto`: between GPUs, where no engine has handed over
-    yet."""
+    with it, instead of being computed again; `auto`: between GPUs. It takes GPU memory that the
+    plan does not count (docs/hand-off.md)."""
 
     kv_hand_off_tokens: int = Field(default=1024, ge=1)
     """Shortest sequence whose KV moves; a shorter one is computed sooner than it is asked for."""
@@ -247,7 +247,8 @@ class ControlSpec(_Section):
 
     weights_from_peer: Literal["auto", "on", "off"] = "off"
     """Whether a replica that starts beside others takes its weights from one of them instead of
-    from disk; `auto`: between GPUs, where no engine has done so yet."""
+    from disk; `auto`: between GPUs. It takes GPU memory that the plan does not count
+    (docs/hand-off.md)."""
 
     unresponsive_s: float = Field(default=60.0, gt=0)
     """Seconds after which a rank whose control side does not answer is ended, and its replica with
