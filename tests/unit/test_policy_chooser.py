@@ -389,6 +389,27 @@ def test_the_rule_hardly_costs_the_host_anything(monkeypatch: pytest.MonkeyPatch
     assert a_step < 40, a_step
 
 
+def test_options_that_run_in_one_graph_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees of 8 and 15 nodes take the graph of 16 rows, grown to fill it; chains their own."""
+    one = StepChooser(OPTIONS, FakeRanks().of(0), True)
+    one.start(table_of(), 0.0)
+    asked: list[tuple[int, ...]] = []
+    none = Beliefs.none(len(OPTIONS), places_of(table_of()))
+    monkeypatch.setattr(one, "_agree", lambda _auto, _shape, some: asked.append(some) or none)
+    one.next(batch(req()))
+    one.captured(lambda rows: next(tier for tier in (1, 8, 16, 32) if tier >= rows))
+    for rule in ("auto", "auto<=8"):
+        tree_policy.HOLDER.set_current(parse_policy(rule))
+        for _ in range(chooser.SYNC_STEPS):
+            one.next(batch(req()))
+    names = [[OPTIONS.names[option] for option in some] for some in asked]
+    assert names == [
+        ["plain", "chain", "tree-4", "tree-8", "tree-15", "tree-31"],
+        ["plain", "chain", "tree-4", "tree-15", "tree-31"],
+        ["plain", "chain", "tree-4", "tree-8"],
+    ]
+
+
 def test_a_bound_holds_from_the_next_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """`overstory policy` in the middle of what beliefs are in force for."""
     one = StepChooser(OPTIONS, FakeRanks().of(0), True)

@@ -132,6 +132,8 @@ class DDTreeWorker(DFlashWorkerV2):
         """
         super().init_cuda_graphs()
         self._tiers = GraphTiers.capture(self.model_runner, self.limits)
+        if self._tiers is not None:
+            self.chooser.captured(self._tiers.tier)
         if self._tiers is not None and whole_steps() and self._group.size == 1:
             self._step_graphs = StepGraphs(self, captured_batches(), CudaRecorder())
 

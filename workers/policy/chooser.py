@@ -255,6 +255,7 @@ class StepChooser:
         self._last: _Choice | None = None
         self._shape: tuple[tuple[Req, ...], Shape] | None = None  # of the last step
         self._ruling = False  # whether the automatic rule chose the step at hand
+        self._rows_run: Callable[[int], int] = lambda rows: rows
         self._held: _Held | None = None
         self._settled = False
         self._counted_ns = 0  # when the last walks were counted
@@ -268,6 +269,12 @@ class StepChooser:
         steering = Steering(self.options, table, floor) if self.group.decides else None
         none = Beliefs.none(len(self.options), places_of(table))
         self._auto = _Auto(table, steering, none)
+
+    def captured(self, rows_run: Callable[[int], int]) -> None:
+        """Steps run in graphs of so many rows as ``rows_run`` gives for the rows wanted, grown to
+        fill them: options of one graph are one option, and each would be tried for nothing."""
+        self._rows_run = rows_run
+        self._allowed.clear()
 
     def next(self, batch: ScheduleBatch) -> tuple[TreePolicy, str]:
         """Policy of the step that now begins, and a text of what it was decided by, for digests."""
@@ -404,7 +411,7 @@ class StepChooser:
     def _decide(self, auto: _Auto, rule: AutoPolicy, shape: Shape) -> Decision:
         allowed = self._allowed.get(rule.most)
         if allowed is None:
-            allowed = self._allowed[rule.most] = self.options.allowed(rule.most)
+            allowed = self._allowed[rule.most] = self._different(rule.most)
         auto.since += 1
         if auto.since == 0 or auto.since >= auto.due(shape):
             auto.beliefs = self._agree(auto, shape, allowed)
@@ -420,6 +427,15 @@ class StepChooser:
         if decision.why == "best":
             auto.before = decision.option
         return decision
+
+    def _different(self, most: int | None) -> tuple[int, ...]:
+        """Options that a rule of ``most`` nodes allows, the largest of those that run alike."""
+        found = {}
+        for option in self.options.allowed(most):
+            rows = 1 + self.options.nodes[option]
+            mode = self.options.policies[option].mode
+            found[mode, self._rows_run(rows)] = option
+        return tuple(found.values())
 
     def _following(self, auto: _Auto, decision: Decision, shape: Shape) -> _Choice:
         """What follows from a decision: mostly what followed in the step before."""
