@@ -25,7 +25,8 @@ constexpr float kSlack = 4.0f;
 
 // Nine tiles take values by halves of a warp's columns on sm_120, where registers do not suffice for
 // all of them (nvcc 13.0 spills two); that costs reading the weights twice.
-#if defined(OVERSTORY_MLA_HALVES) || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200)
+// The simulator does as sm_120 unless told otherwise.
+#if defined(OVERSTORY_SIM) ? !defined(OVERSTORY_SIM_SM_90) : __CUDA_ARCH__ >= 1200
 constexpr bool kHalves = true;
 #else
 constexpr bool kHalves = false;
@@ -384,6 +385,7 @@ struct Block {
     row[0].see(first), row[1].see(second);
     const bool rescales = ptx::any(row[0].rescales || row[1].rescales);
     const int tile = own_tile(), parity = count & 1;
+    ptx::sync_warp();  // other lanes have read the maxima: no vote says so of shared memory
     if (lane() < 4) {
       at<float2>(L::kScaling)[(parity * kTiles + tile) * 4 + lane()] =
           make_float2(row[0].factor, row[1].factor);
@@ -398,6 +400,7 @@ struct Block {
     last.see(top);
     const bool rescales = ptx::any(last.rescales);
     const int parity = count & 1;
+    ptx::sync_warp();  // as above
     if (L::kTight && (lane() & 15) == 0) at<float>(L::kOddStates)[odd_row()] = last.m;
     if (rescales && lane() == 0) at<int>(L::kMoved)[parity * 16 + 8 + warp()] = count;
     return rescales;

@@ -30,12 +30,11 @@ SOURCE = SOURCES / "mla_attention.cu"
 POISON = 0xAB
 
 
-HALVES = "OVERSTORY_MLA_HALVES"
-"""Simulates what nine tiles do on sm_120 alone: values by halves of a warp's columns."""
 BUILDS = [
-    pytest.param((), id="sm_90"),
-    pytest.param((HALVES,), id="sm_120", marks=pytest.mark.full),
+    pytest.param((), id="sm_120"),
+    pytest.param(("OVERSTORY_SIM_SM_90",), id="sm_90", marks=pytest.mark.full),
 ]
+"""They differ at nine tiles: values by halves of a warp's columns, or all at once."""
 
 
 @pytest.fixture(scope="module", params=BUILDS)
@@ -43,15 +42,6 @@ def library(request: pytest.FixtureRequest) -> KernelLibrary:
     if shutil.which("g++") is None:
         pytest.skip("no g++ to compile the CUDA sources for the simulator")
     return simulator_library([SOURCE], request.param)
-
-
-def test_nine_tiles_by_halves() -> None:
-    """In the sample: long enough for maxima that move in two rows of the odd tile."""
-    if shutil.which("g++") is None:
-        pytest.skip("no g++ to compile the CUDA sources for the simulator")
-    case = Case([(532, 9), (0, 1), (180, 8), (3, 9)], seed=9, tail=random_bits)
-    got = verify(simulator_library([SOURCE], (HALVES,)), case, blocks=3)
-    check(got, case.expected())
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
