@@ -7,8 +7,6 @@ namespace overstory {
 namespace {
 
 constexpr int kInvalid = 1;  // cudaErrorInvalidValue
-constexpr int kBlocksPerMultiprocessor = kRowBlocks<Bf16>;
-constexpr BlockCost kCost{kRowWarps, 1, 2};
 
 template <typename T>
 int launch_candidates(CandidatesArgs<T> args, int rows, void* workspace, void* stream) {
@@ -24,8 +22,8 @@ int launch_candidates(CandidatesArgs<T> args, int rows, void* workspace, void* s
 /// A good `splits` for overstory_candidates_topk; 1 .. 32.
 extern "C" int overstory_candidates_topk_splits(int rows, int columns, int multiprocessors) {
   using namespace overstory;
-  return choose_splits(rows, segments_of(columns), kBlocksPerMultiprocessor * multiprocessors,
-                       kCost, kRowSplits);
+  return choose_splits(rows, segments_of(columns), multiprocessors, kRowBlocks<Bf16>, kRowCost,
+                       kRowSplits);
 }
 
 /// Most columns that a row may have.

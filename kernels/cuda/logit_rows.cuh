@@ -180,24 +180,35 @@ __device__ inline int split_begin(int segments, int index, int splits) {
   return static_cast<int>(static_cast<std::int64_t>(segments) * index / splits);
 }
 
-/// How an op's blocks spend their time, in turns: what a warp takes for one segment while the whole
-/// GPU reads.
+/// How an op's blocks spend their time, in turns: what a warp takes for one segment while its block
+/// is alone on its multiprocessor.
 struct BlockCost {
-  int warps;  // of a block
-  int start;  // turns before the first segment is done
-  int join;   // turns that the last block of a row needs for the results of the others
+  int warps;    // of a block
+  float start;  // turns before the first segment is done
+  float join;   // turns that the last block of a row needs for the results of the others,
+  float part;   // and for each of them
+  float crowd;  // of a turn, for each block of a multiprocessor: above 1 / crowd they share its rate
 };
 
 /// Blocks per row: of the choices up to `most`, the one that takes the fewest turns.
-///   slots   blocks that run at once
-inline int choose_splits(int rows, int segments, int slots, BlockCost cost, int most) {
-  std::int64_t least = INT64_MAX;
+///   per_multiprocessor   blocks that run on one at once
+inline int choose_splits(int rows, int segments, int multiprocessors, int per_multiprocessor,
+                         BlockCost cost, int most) {
+  const std::int64_t slots = static_cast<std::int64_t>(multiprocessors) * per_multiprocessor;
+  float least = FLT_MAX;
   int best = 1;
   for (int splits = 1; splits <= most && splits <= segments; ++splits) {
-    const std::int64_t waves = (static_cast<std::int64_t>(rows) * splits + slots - 1) / slots;
+    const std::int64_t blocks = static_cast<std::int64_t>(rows) * splits;
     const int share = (segments + splits - 1) / splits;
-    const int turns = (share + cost.warps - 1) / cost.warps + cost.start;
-    const std::int64_t all = waves * turns + (splits > 1 ? cost.join : 0);
+    const int turns = (share + cost.warps - 1) / cost.warps;
+    const auto wave = [&](std::int64_t of) {
+      const std::int64_t together = (of + multiprocessors - 1) / multiprocessors;
+      const float turn = cost.crowd * static_cast<float>(together);
+      return static_cast<float>(turns) * (turn > 1.0f ? turn : 1.0f) + cost.start;
+    };
+    float all = static_cast<float>(blocks / slots) * wave(slots);
+    if (blocks % slots != 0) all += wave(blocks % slots);
+    if (splits > 1) all += cost.join + cost.part * static_cast<float>(splits);
     if (all < least) {
       least = all;
       best = splits;

@@ -6,8 +6,6 @@ namespace overstory {
 namespace {
 
 constexpr int kInvalid = 1;  // cudaErrorInvalidValue
-constexpr int kBlocksPerMultiprocessor = kRowBlocks<Bf16>;
-constexpr BlockCost kCost{kRowWarps, 1, 2};
 
 std::int64_t greedy_bytes(int rows, int splits) {
   return splits <= 1 ? 0 : rows * std::int64_t{sizeof(GreedyBest)} * splits;
@@ -30,8 +28,8 @@ int launch_sample(SampleArgs<T> args, int rows, void* workspace, void* stream) {
 /// A good `splits` for overstory_sample_nodes; 1 .. 32.
 extern "C" int overstory_sample_nodes_splits(int rows, int columns, int multiprocessors) {
   using namespace overstory;
-  return choose_splits(rows, segments_of(columns), kBlocksPerMultiprocessor * multiprocessors,
-                       kCost, kRowSplits);
+  return choose_splits(rows, segments_of(columns), multiprocessors, kRowBlocks<Bf16>, kRowCost,
+                       kRowSplits);
 }
 
 /// Most columns that a row may have.
