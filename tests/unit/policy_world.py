@@ -30,11 +30,11 @@ MOODS = (0.35, 0.6, 0.9)
 
 
 @contextmanager
-def automatic_policy() -> Iterator[None]:
-    """The process chooses its policy by itself, with trees up to 31 nodes."""
+def automatic_policy(nodes: int = 31) -> Iterator[None]:
+    """The process chooses its policy by itself, with trees of at most so many nodes."""
     before = tree_policy.HOLDER
     tree_policy.HOLDER = tree_policy.PolicyHolder()
-    tree_policy.HOLDER.start(parse_policy("auto"), DEPTH + 1, 31, automatic=True)
+    tree_policy.HOLDER.start(parse_policy("auto"), DEPTH + 1, nodes, automatic=True)
     yield
     tree_policy.HOLDER = before
 

@@ -11,15 +11,19 @@ import sys
 from functools import cache
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from policy_world import automatic_policy
 from recorded_world import run
 
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 
-from slice_auto import SURE, Drafts
+from slice_auto import SURE, AutoBench, Drafts
 
+from overstory.workers.policy import chooser
+from overstory.workers.policy.chooser import StepChooser
 from overstory.workers.policy.cost_table import CostTable
 from overstory.workers.policy.evidence import Walk
 from overstory.workers.policy.options import Options
@@ -92,3 +96,67 @@ def test_auto_is_within_two_hundredths_of_the_best_budget(
         shares.append(later.tokens / later.us / best)
     assert GOAL <= fmean(shares) < 1, "others are tried now and then"
     assert min(shares) >= (GOAL if batch < LONG_STEPS else WORST), shares
+
+
+class Ahead:
+    """Worker, timer and device in one: the host launches a step while the one before it runs.
+
+    Attributes:
+        now: nanoseconds of the host's clock.
+    """
+
+    LAUNCH_NS = 400_000
+
+    def __init__(self, drafter: str, says: tuple[float, ...]) -> None:
+        self.chooser = StepChooser(OPTIONS, ONE_RANK, host_waits=False)
+        self._drafter, self._batch, self.now, self._end = drafter, None, 0, 0
+        cells = {
+            (o, b, 0): round(says[o] * us)
+            for b, batch in enumerate(BATCHES)
+            for o, us in enumerate(Slice(drafter, batch, 1024).us)
+        }
+        self.chooser.start(CostTable.measured(OPTIONS.names, BATCHES, (1024,), cells), 0.05)
+
+    def prepare(self, batch: int, context: int) -> None:
+        self._us = dict(zip(OPTIONS.names, Slice(self._drafter, batch, context).us, strict=True))
+        params = SimpleNamespace(top_k=1, custom_params=None)
+        reqs = [SimpleNamespace(sampling_params=params) for _ in range(batch)]
+        self._batch = SimpleNamespace(reqs=reqs, seq_lens_sum=batch * context)
+
+    def launch(self, policy: Any) -> None:
+        before = self._end
+        self.now += self.LAUNCH_NS
+        self._end = max(self.now, before) + round(1000 * self._us[str(policy)])
+        self.now = max(self.now, before)  # returns when the step before this one is over
+
+    def wait(self) -> None:
+        self.now = max(self.now, self._end)
+
+
+BATCHES = (1, 4, 16)
+ONE_RANK: Any = SimpleNamespace(decides=True, host_ints=lambda values: values)
+WRONG = [
+    (1.0, 2.0, 2.0, 2.0, 2.0, 5.0, 5.0),
+    (1.0, 5.0, 5.0, 5.0, 5.0, 9.0, 9.0),
+    (0.2, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0),
+    (0.1, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0),
+    (5.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0),
+]
+"""What a table says of each option's step, in times of the truth: one that was measured while the
+machine did something else. The first of them kept plain decoding for good."""
+
+
+@pytest.mark.parametrize("says", WRONG)
+def test_a_wrong_table_is_found_out(
+    says: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the GPU a run had 5 of 20 cells of its table, cold, and decoded plainly at 0.37 of the
+    best: nothing that could be tried was known relative to what ran."""
+    engine = Ahead("fits", says)
+    clock = SimpleNamespace(perf_counter_ns=lambda: engine.now)
+    monkeypatch.setattr(chooser, "time", clock)
+    with automatic_policy(OPTIONS.nodes[-1]):
+        bench = AutoBench(engine, engine, on_cuda=False, clock=lambda: engine.now)
+        found = [bench.cell(1, context, drafts("fits"), 9.0) for context in (65536, 1024, 8192)]
+    assert [point["best"] for point in found] == ["chain"] * 3
+    assert fmean(point["of_best"] for point in found) >= GOAL, found

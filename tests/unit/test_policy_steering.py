@@ -23,6 +23,7 @@ from policy_world import (
 )
 
 from overstory.workers.policy.beliefs import GREEDY, ONE, SAMPLED
+from overstory.workers.policy.choice import Shape, best_of, rates
 from overstory.workers.policy.compared import BESIDE, KEPT, LEAST, Compared
 from overstory.workers.policy.evidence import FADE_STEPS, KindEvidence, Share, Walk
 from overstory.workers.policy.options import CHAIN, PLAIN
@@ -412,3 +413,39 @@ def test_one_interrupted_step_changes_little() -> None:
     times.add(3, 10000, 10**6)
     times.add(PLAIN, 10000, 10**6)
     assert max(times.factors()) < 1150
+
+
+def test_two_options_of_which_nothing_is_known_become_what_others_are_compared_to() -> None:
+    """The first one that ran is not there to be compared to any more."""
+    compared = Compared()
+    for option, took in ((5, 9.0), (0, 2.0), (3, 2.5), (0, 2.0)):
+        for _ in range(BESIDE):
+            compared.add(option, took)
+    assert compared.known() == pytest.approx({0: 2.0, 3: 2.5})
+
+
+def test_a_table_that_says_too_much_leaves_short_steps_some_time() -> None:
+    """By hand: a step of 20,000 takes 8,000. One of 6,000 in the table takes 2,400 and 3% of the
+    8,000; one of 30,000 takes 12,000 less, and the 3%."""
+    periods = Periods([[6000, 20_000, 30_000]], 1)
+    for _ in range(LEAST):
+        periods.add(0, 1, 20_000, 8000)
+    overheads = periods.overheads()
+    assert overheads is not None
+    assert overheads[0] == pytest.approx((-3600 + 240, -12_000, -12_000 + 240), abs=2)
+
+
+def test_something_is_tried_also_where_nothing_can_be_compared_to_what_was_seen() -> None:
+    """The one option that was timed is too dear to be tried, and what runs was never compared."""
+    costs = (10_000, 22_000, 21_000, 22_500, 25_000, 90_000)
+    steering, world = Steering(OPTIONS, table_of(costs), 0.0), World(0.0, random.Random(1))
+    shape = Shape((1, 0), 0, 256)
+    for _ in range(40):
+        walk = world.walk(TREE_31)
+        assert walk is not None
+        steering.observe(GREEDY, walk)
+    for _ in range(LEAST):
+        steering.observe_period(TREE_31, shape, 90_000, 90_000)
+    believed = steering.next_beliefs(64, shape, NUMBERS, PLAIN)
+    assert best_of(rates(table_of(costs), believed, shape), NUMBERS, PLAIN) == PLAIN
+    assert believed.probe - 1 in range(CHAIN, TREE_31)

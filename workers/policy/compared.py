@@ -85,6 +85,10 @@ class Compared:
             self._learn(between.option, self._own[first.option] + more)
         elif between.option in self._own:
             self._learn(first.option, self._own[between.option] - more)
+        else:  # nothing tells how they compare to the others, which are for another comparison
+            self._own, self._level = {first.option: 0.0}, (before + after) / 2
+            self._found.clear()
+            self._learn(between.option, more)
 
     def _learn(self, option: int, own: float) -> None:
         found = self._found.setdefault(option, deque(maxlen=KEPT))

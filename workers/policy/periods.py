@@ -52,8 +52,9 @@ class Periods:
         """[place][option] microseconds over the table; None before anything was seen.
 
         An option that was not seen at its place gets the surplus of the seen one nearest in cost,
-        and a little more: it is not taken for the best before it was tried. A place without any is
-        as the nearest one.
+        and a little more: it is not taken for the best before it was tried. Where that one took
+        less than the table says, a shorter one is taken to be shorter by the same factor: less by
+        as many microseconds, it would be left with none. A place without any is as the nearest one.
         """
         self._turn = (self._turn + 1) % len(self._costs)
         stale = {self._turn}
@@ -95,7 +96,9 @@ class Periods:
             seen = known.get(option)
             if seen is None:
                 near = min(known, key=lambda o: (abs(costs[o] - cost), o))
-                seen = known[near] + (costs[near] + known[near]) * DOUBT // 1000
+                more, near_us = known[near], costs[near] + known[near]
+                seen = max(more, min(0, cost * near_us // costs[near] - cost))
+                seen += near_us * DOUBT // 1000
             row.append(seen)
         return tuple(row)
 

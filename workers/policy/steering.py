@@ -196,10 +196,12 @@ class Steering:
         best = best_of(every, allowed, before)
         good = every[best]
         known = [self._periods.seen(place, option) for option in range(len(every))]
+        options = affordable([rate.cost_us for rate in every], allowed)
+        # One of the two known relative to the others tells more; where there is none the two become
+        # what others are compared to, or nothing would ever be found out.
+        told = [option for option in options if known[best] or known[option]]
         prices = {}
-        for option in affordable([rate.cost_us for rate in every], allowed):
-            if not (known[best] or known[option]):
-                continue  # it would tell nothing: neither is known relative to the others
+        for option in told if set(told) - {best} else options:
             slower = every[option].cost_us / good.cost_us
             share = every[option].tokens / good.tokens / slower
             work = VISIT_WORK_US / good.cost_us
