@@ -1,7 +1,7 @@
 """What the rank slice found beside timed points, as text for its page. Pure but for the files.
 
 slice_counted.py SESSION_FOLDER                           prints it
-slice_counted.py keep COMMIT SESSION_FOLDER... > FILE.json
+slice_counted.py keep COMMIT=SESSION_FOLDER... > FILE.json
 slice_counted.py FILE.json PAGE.md                        fills the page's marked blocks
 
 Experts counted against rows, the automatic policy and the long prompt, of sessions of
@@ -79,23 +79,25 @@ def automatic(found: Iterable[Mapping[str, Any]]) -> list[str]:
     """The automatic policy against the best fixed one, tokens a second, and what it took.
 
     Args:
-        found: of `slice_auto.AutoBench.cell`; of several for a point the last counts.
+        found: of `slice_auto.AutoBench.cell`, with the ``commit``; of several for a point of a
+            commit the last counts.
     """
-    at = {(row["drafter"], row["batch"], row["context"]): row for row in found}
-    head = ("drafter (simulated)", "batch", "context", "best fixed", "tokens/s", "auto", "of it")
-    lines = [_row([*head, "steps timed under auto"]), "|" + "---|" * (len(head) + 1)]
-    for where, row in sorted(at.items()):
+    where = ("commit", "drafter", "batch", "context")
+    at = {tuple(row.get(name, "") for name in where): row for row in found}
+    head = ("commit", "drafter (simulated)", "batch", "context", "best fixed", "tokens/s", "auto")
+    lines = [_row([*head, "of it", "steps timed under auto"]), "|" + "---|" * (len(head) + 2)]
+    for place, row in sorted(at.items()):
         best, auto = row["rates"][row["best"]], row["rates"]["auto"]
         took = ", ".join(f"{name} {count}" for name, count in row["used"].items())
-        cells = (*where, row["best"], f"{best:.0f}", f"{auto:.0f}", f"{auto / best:.1%}", took)
+        cells = (*place, row["best"], f"{best:.0f}", f"{auto:.0f}", f"{auto / best:.1%}", took)
         lines.append(_row(cells))
     return lines
 
 
-def kept(folders: Iterable[Path], commit: str) -> dict[str, Any]:
-    """What is stored of sessions: `KEPT` of each role, with its session's commit."""
+def kept(sessions: Iterable[tuple[str, Path]]) -> dict[str, Any]:
+    """What is stored of sessions, each a commit and a folder: `KEPT` of each role."""
     roles = []
-    for folder in folders:
+    for commit, folder in sessions:
         for name, role in results(folder).items():
             if found := {key: role[key] for key in KEPT if key in role}:
                 roles.append({"role": name, "commit": commit, "layers": role["layers"]} | found)
@@ -108,7 +110,9 @@ def _blocks(stored: Mapping[str, Any]) -> dict[str, list[str]]:
     long = next(role for role in reversed(roles) if "long" in role)
     return {
         "touched": touched([count for role in roles for count in role.get("experts", [])]),
-        "automatic": automatic([row for role in roles for row in role.get("auto", [])]),
+        "automatic": automatic(
+            row | {"commit": role["commit"]} for role in roles for row in role.get("auto", [])
+        ),
         "long": [f"- {line}" for line in long_prompt(long)],
     }
 
@@ -130,7 +134,8 @@ def _row(cells: Iterable[Any]) -> str:
 def main() -> None:
     first, *others = sys.argv[1:]
     if first == "keep":
-        print(json.dumps(kept(map(Path, others[1:]), others[0]), separators=(",", ":")))
+        sessions = [(word.partition("=")[0], Path(word.partition("=")[2])) for word in others]
+        print(json.dumps(kept(sessions), separators=(",", ":")))
         return
     if others:
         page = Path(others[0])
