@@ -390,21 +390,20 @@ def _move(report: Callable[[str, Any], None], here: Any, there: Any) -> None:
         report("connect_s", time.perf_counter() - begun)
         cut = [text[:n] for text, n in zip(sofar, held["lengths"], strict=True)]
         report("held", held["lengths"])
-        for way in ("first", "again"):
+        for way in ("with", "with again"):  # As without.
             here.flush_cache()
             taken = {"key": "k", "name": "k", "texts": cut, "budget": 1 << 34}
             done = here.at_boundary(command, "kv_take", taken)
             here.at_boundary(audit)
-            report(f"taken {way}", [one | {"gb_s": _gb_s(one)} for one in done])
+            found, moved = resumed(here, sofar, committed, whole)
+            apart = [first_difference(a, b) for a, b in zip(moved, computed, strict=True)]
+            found["as_without"] = apart.count(None)
+            found["parts_from_without_at"] = apart
+            found["taken"] = [one | {"gb_s": _gb_s(one)} for one in done]
+            report(way, found)
         there.call("at_boundary", command, "kv_let_go", {"key": "k"})
         here.at_boundary(close_peer, "k")
         there.call("at_boundary", close_peer, "k")
-        found, moved = resumed(here, sofar, committed, whole)
-        found["as_without"] = sum(a == b for a, b in zip(moved, computed, strict=True))
-        found["parts_from_without_at"] = [
-            first_difference(a, b) for a, b in zip(moved, computed, strict=True)
-        ]
-        report("with", found)
         here.assert_no_leak()
         there.call("assert_no_leak")
         report("no_leak", True)

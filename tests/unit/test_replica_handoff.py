@@ -4,6 +4,9 @@ goes stays as long as somebody fetches from it."""
 from __future__ import annotations
 
 import asyncio
+import itertools
+import time
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from overstory.orchestrator import replica_handoff
+from overstory.orchestrator import departures, replica_handoff
 from overstory.orchestrator.handoff import NotMoved, Text
 from overstory.orchestrator.journal import GenerateCall
 from overstory.orchestrator.replica_handoff import ReplicaHandOff
@@ -91,38 +94,68 @@ def test_a_client_that_has_gone_ends_it(monkeypatch: pytest.MonkeyPatch) -> None
     asyncio.run(gone())
 
 
+def going(
+    monkeypatch: pytest.MonkeyPatch, answers: Iterable[Any], left: Iterable[tuple[str, int]] = ()
+) -> int:
+    """How often rank 0 was asked by a replica that goes, from which requests `left`.
+
+    Args:
+        answers: of rank 0: how many hand-offs it holds for and who was fetched, or an error.
+    """
+    said, looks = iter(answers), 0
+
+    def get(_: Any, timeout: float) -> dict[str, Any]:
+        nonlocal looks
+        looks += 1
+        answer = next(said)
+        if isinstance(answer, Exception):
+            raise answer
+        holding, fetched = answer
+        return {"holding": holding, "fetched": fetched}
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(replica_handoff, "call", lambda *_: None)
+    monkeypatch.setattr(replica_handoff, "_LOOK_S", 0.0)
+    part = ReplicaHandOff("d", "old", True, 40, None)
+    for rid, tokens in left:
+        part.left(rid, tokens)
+    part.stay()
+    return looks
+
+
+LATE = GetTimeoutError("late")
+
+
 @pytest.mark.parametrize(
     ("answers", "looks"),
     [
-        ([2, 1, 0], 3),
-        ([GetTimeoutError("late"), 1, GetTimeoutError("late"), 0], 4),
-        ([1, RayActorError()], 2),
-        ([0], 1),
+        ([(2, []), (1, []), (0, [])], 3),
+        ([LATE, (1, []), LATE, (0, [])], 4),
+        ([(1, []), RayActorError()], 2),
+        ([(0, [])], 1),
     ],
     ids=["until all is let go", "a late answer is none", "a rank that is gone", "nothing held"],
 )
 def test_it_stays_while_somebody_fetches(
     monkeypatch: pytest.MonkeyPatch, answers: list[Any], looks: int
 ) -> None:
-    said = iter(answers)
-    seen = []
+    assert going(monkeypatch, answers) == looks
 
-    def get(_: Any, timeout: float) -> int:
-        seen.append(timeout)
-        answer = next(said)
-        if isinstance(answer, Exception):
-            raise answer
-        return int(answer)
 
-    monkeypatch.setattr(ray, "get", get)
-    monkeypatch.setattr(replica_handoff, "call", lambda *_: None)
-    monkeypatch.setattr(replica_handoff, "_LOOK_S", 0.0)
-    ReplicaHandOff("d", "old", True, 40, None).stay()
-    assert len(seen) == looks
+def test_it_goes_when_all_that_left_have_been_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(departures, "COMING_S", 60.0)
+    left = [("a", 40), ("b", 90), ("short", 39)]
+    answers = [(0, []), (1, ["a"]), (0, ["a"]), (1, ["a", "b"]), (0, ["a", "b"])]
+    assert going(monkeypatch, answers, left) == len(answers)
+
+
+def test_it_goes_when_nobody_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(departures, "COMING_S", 0.05)
+    begun = time.monotonic()
+    assert going(monkeypatch, itertools.repeat((0, [])), [("a", 40)]) > 1
+    assert 0.05 <= time.monotonic() - begun < replica_handoff.STAY_S
 
 
 def test_it_does_not_stay_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "get", lambda *_, **__: 1)
-    monkeypatch.setattr(replica_handoff, "call", lambda *_: None)
     monkeypatch.setattr(replica_handoff, "STAY_S", 0.2)
-    ReplicaHandOff("d", "old", True, 40, None).stay()
+    assert going(monkeypatch, itertools.repeat((1, []))) > 1
