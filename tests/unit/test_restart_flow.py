@@ -352,7 +352,7 @@ def test_one_that_never_began_is_not_remembered(world: World, spec) -> None:
 def test_more_replicas_than_there_is_room_for_are_refused(world: World, spec) -> None:
     world.free_cpus = 1.0
     before = record()
-    with pytest.raises(PlanError, match="need 2 CPUs"):
+    with pytest.raises(ScaleError, match=r"got 4, 2 more than now; .* need 2 CPUs"):
         told(scale, 4)
     with pytest.raises(ScaleError, match="got 0, wanted at least 1; `overstory down` ends all"):
         told(scale, 0)
