@@ -19,8 +19,16 @@ def test_a_price_is_waited_for() -> None:
 
 def test_what_no_comparison_has_told_of_is_visited_soon() -> None:
     unknown = Price(0.2, 30.0, known=False)
-    assert interval(unknown, 0) == interval(unknown, 9) == STEPS[0] / 2
-    assert interval(Price(0.2, 30.0), 9) == STEPS[1]
+    assert interval(unknown, 0) == STEPS[0] / 2
+    assert interval(Price(0.2, 30.0), 0) == STEPS[0] / 2 < interval(Price(0.2, 30.0), 1)
+
+
+def test_what_visits_cannot_tell_of_is_visited_less_and_less() -> None:
+    """It was visited every 32 steps for ever, where batches shrink before anything is comparable."""
+    unknown = Price(0.9, 5.0, known=False)
+    waits = [interval(unknown, visits) for visits in range(10)]
+    assert waits[:8] == [STEPS[0] / 2 * 2**visits for visits in range(8)]
+    assert waits[8:] == [STEPS[1]] * 2
 
 
 def test_first_visits_come_sooner_where_not_much_is_lost() -> None:

@@ -46,9 +46,13 @@ class Price:
 
 
 def interval(price: Price, visits: int) -> float:
-    """Steps from one visit to the next, after so many visits."""
+    """Steps from one visit to the next, after so many visits.
+
+    One that no visit has told of is waited for twice as long each time: where batches change all
+    the while, steps of it are never comparable, and visits would go on for ever in vain.
+    """
     if not price.known:
-        return STEPS[0] / 2
+        return min(STEPS[0] / 2 * 2.0**visits, STEPS[1])
     lost = max(0.0, 1 - price.share) * price.steps
     full = min(max((lost + price.work) * 1000 / LOSS, STEPS[0]), STEPS[1])
     young = not visits or (price.share >= HOPELESS and lost <= DEAR)
