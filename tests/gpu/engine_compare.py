@@ -219,6 +219,9 @@ def pairs(every: dict[str, dict[str, Any]]) -> None:
                 f"\n== {role}: auto at {row['requests']} requests, T {row['T']}: "
                 f"{least:.3f} of the best; over {told or 'too few rounds'}"
             )
+            if "ran" in row:
+                steps = ", ".join(f"{n} {ms:.3f}" for n, ms in row["ms_per_step"].items())
+                print(f"   ms per step: {steps}; auto's steps: {row['ran']}")
 
 
 def main() -> None:

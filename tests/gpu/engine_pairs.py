@@ -12,6 +12,7 @@ import math
 import os
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -22,8 +23,9 @@ FIXED = tuple(os.environ.get("ENGINE_SESSION_RIVALS", "chain tree-15 tree-31 tre
 RIVALS = 2
 CHOOSING_ROUNDS = 5
 ROUNDS = 60
-LEARN_SECONDS = 1.0
-"""How long `auto` runs at each shape before it is compared: a server has run for hours."""
+LEARN_SECONDS = 3.0
+"""How long `auto` runs at each shape before it is compared: a server has run for hours, and the
+first visits of other options cost 2 to 3% of the first thousand steps."""
 
 
 class Shape(NamedTuple):
@@ -43,8 +45,17 @@ SHAPES = (
     Shape(32, 1.0, 64),
 )
 
-Speed = Callable[[str, Shape, int], float]
-"""Tokens/s of a policy at a shape; the number chooses the seeds, so that one round's are alike."""
+
+class Text(NamedTuple):
+    """What a text took: tokens/s, milliseconds of a step, steps by what they ran."""
+
+    rate: float
+    ms_per_step: float
+    ran: Mapping[str, int]
+
+
+Speed = Callable[[str, Shape, int], Text]
+"""A text of a policy at a shape; the number chooses the seeds, so that one round's are alike."""
 
 
 def measure(
@@ -58,8 +69,9 @@ def measure(
     """Runs all shapes, each for its share of the time until ``until`` (of ``clock``).
 
     Returns:
-        of each shape ``requests``, ``T``, ``fixed`` (tokens/s by which rivals were chosen) and
-        ``rounds``: tokens/s by policy. Handed to ``put`` after each shape too.
+        of each shape ``requests``, ``T``, ``fixed`` (tokens/s by which rivals were chosen),
+        ``rounds`` (tokens/s by policy), ``ms_per_step`` by policy (median) and ``ran``, the steps
+        of `auto` in the rounds by what they ran. Handed to ``put`` after each shape too.
     """
     found: list[dict[str, Any]] = []
     for number, shape in enumerate(shapes):
@@ -69,18 +81,28 @@ def measure(
         while clock() < min(learnt, share):
             speed("auto", shape, 0)
         tried = {
-            policy: statistics.median(rates)
-            for policy, rates in _in_turn(speed, shape, fixed, CHOOSING_ROUNDS, share, clock)
+            policy: statistics.median(text.rate for text in texts)
+            for policy, texts in _in_turn(speed, shape, fixed, CHOOSING_ROUNDS, share, clock)
         }
         best = sorted(tried, key=tried.__getitem__, reverse=True)[:RIVALS]
-        rates = dict(_in_turn(speed, shape, ("auto", *best), ROUNDS, share, clock))
-        rounds = [dict(zip(rates, some, strict=True)) for some in zip(*rates.values(), strict=True)]
+        texts = dict(_in_turn(speed, shape, ("auto", *best), ROUNDS, share, clock))
+        ran: Counter[str] = Counter()
+        for text in texts["auto"]:
+            ran.update(text.ran)
         found.append(
             {
                 "requests": shape.requests,
                 "T": shape.temperature,
                 "fixed": tried,
-                "rounds": rounds,
+                "rounds": [
+                    {policy: text.rate for policy, text in zip(texts, some, strict=True)}
+                    for some in zip(*texts.values(), strict=True)
+                ],
+                "ms_per_step": {
+                    policy: statistics.median(text.ms_per_step for text in some)
+                    for policy, some in texts.items()
+                },
+                "ran": dict(ran),
             }
         )
         put(found)
@@ -94,17 +116,17 @@ def _in_turn(
     rounds: int,
     until: float,
     clock: Callable[[], float],
-) -> list[tuple[str, list[float]]]:
-    """Rates of each policy, one a round; who begins goes round, and every other round goes back."""
-    rates: dict[str, list[float]] = {policy: [] for policy in policies}
+) -> list[tuple[str, list[Text]]]:
+    """Texts of each policy, one a round; who begins goes round, and every other round goes back."""
+    texts: dict[str, list[Text]] = {policy: [] for policy in policies}
     for number in range(rounds):
         if number and clock() >= until:
             break
         turn = number // 2 % len(policies)
         order = (*policies[turn:], *policies[:turn])
         for policy in order if number % 2 else order[::-1]:
-            rates[policy].append(speed(policy, shape, number))
-    return list(rates.items())
+            texts[policy].append(speed(policy, shape, number))
+    return list(texts.items())
 
 
 def speed_of(
@@ -115,7 +137,14 @@ def speed_of(
     """`Speed` of a real engine."""
     from engine_cuda import timed
 
-    def speed(policy: str, shape: Shape, number: int) -> float:
+    from overstory.workers.step_stats import STATS
+
+    def forwards() -> Counter[str]:
+        return Counter(
+            {name: counts["forwards"] for name, counts in STATS.snapshot()["verify"].items()}
+        )
+
+    def speed(policy: str, shape: Shape, number: int) -> Text:
         params: dict[str, Any] = {
             "temperature": shape.temperature,
             "max_new_tokens": shape.new,
@@ -123,9 +152,10 @@ def speed_of(
         }
         if shape.temperature:
             params["sampling_seed"] = 10 + number
+        before = forwards()
         with under(policy):
-            rate = timed(engine, prompts(shape.requests), params)
-        return rate.as_dict()["tokens_per_s"]
+            rate = timed(engine, prompts(shape.requests), params).as_dict()
+        return Text(rate["tokens_per_s"], rate["ms_per_forward"], forwards() - before)
 
     return speed
 

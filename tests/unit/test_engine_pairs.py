@@ -12,7 +12,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 
-from engine_pairs import ROUNDS, Shape, against, compared, measure
+from engine_pairs import ROUNDS, Shape, Text, against, compared, measure
 
 RATES = {"auto": 970.0, "tree-15": 1000.0, "tree-31": 995.0, "chain": 700.0}
 SHAPE = Shape(1, 0.0, 100)
@@ -25,14 +25,14 @@ class Machine:
         self.now, self.texts = 0.0, list[tuple[str, int]]()
         self._dice, self._until, self._slower = random.Random(seed), 0.0, 1.0
 
-    def speed(self, policy: str, _shape: Shape, number: int) -> float:
+    def speed(self, policy: str, _shape: Shape, number: int) -> Text:
         if self.now >= self._until:
             self._until += self._dice.uniform(0.3, 3)
             self._slower = self._dice.uniform(1, 1.5)
         rate = RATES[policy] / self._slower / (1 + abs(self._dice.gauss(0, 0.02)))
         self.now += 100 / rate
         self.texts.append((policy, number))
-        return rate
+        return Text(rate, 1e3 / rate, {policy: 2})
 
     def clock(self) -> float:
         return self.now
@@ -56,6 +56,8 @@ def test_hundredths_are_told_where_rates_are_off_by_a_third(seed: int) -> None:
             assert ratio.count == ROUNDS
         rates = [one["auto"] for one in row["rounds"]]
         assert max(rates) > 1.25 * min(rates), "the machine is disturbed"
+        assert row["ran"] == {"auto": 2 * ROUNDS}
+        assert row["ms_per_step"].keys() == {"auto", *rivals}
 
 
 def test_it_ends_in_time_and_shapes_have_their_share() -> None:
