@@ -235,10 +235,11 @@ def test_ragged_batches_however_they_are_split(library: KernelLibrary, blocks: i
     check(verify(library, case, blocks=blocks, min_chunk=1), case.expected())
 
 
-def test_more_parts_than_are_joined_at_once(library: KernelLibrary) -> None:
-    """Warps read 72 parts at once; each next batch has higher scores, so what is joined moves."""
+@pytest.mark.parametrize("last", [1.0, 20.0])
+def test_more_parts_than_are_joined_at_once(library: KernelLibrary, last: float) -> None:
+    """Warps read 72 parts at once. All count alike, or the next batch has higher scores."""
     case = Case([(16 * 160, 1), (5, 1)], seed=2)
-    growing = torch.linspace(0.2, 4, 16 * 160)[:, None]
+    growing = torch.linspace(0.2, 0.2 * last, 16 * 160)[:, None]
     slots = case.kv_indices[: 16 * 160]
     case.kv[slots] = (case.kv[slots].float() * growing).bfloat16()
     check(verify(library, case, blocks=162, min_chunk=1), case.expected())
