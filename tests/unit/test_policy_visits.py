@@ -24,7 +24,7 @@ def test_what_no_comparison_has_told_of_is_visited_soon() -> None:
 
 
 def test_what_visits_cannot_tell_of_is_visited_less_and_less() -> None:
-    """It was visited every 32 steps for ever, where batches shrink before anything is comparable."""
+    """It was visited every 32 steps for ever, where batches shrink too soon."""
     unknown = Price(0.9, 5.0, known=False)
     waits = [interval(unknown, visits) for visits in range(10)]
     assert waits[:8] == [STEPS[0] / 2 * 2**visits for visits in range(8)]
