@@ -23,12 +23,12 @@ from policy_world import (
 )
 
 from overstory.workers.policy.beliefs import GREEDY, ONE, SAMPLED
-from overstory.workers.policy.choice import Shape, best_of, rates
+from overstory.workers.policy.choice import PROBE_RUN, Shape, best_of, decide, rates
 from overstory.workers.policy.compared import BESIDE, KEPT, LEAST, Compared
 from overstory.workers.policy.evidence import FADE_STEPS, KindEvidence, Share, Walk
 from overstory.workers.policy.options import CHAIN, PLAIN
 from overstory.workers.policy.periods import Periods
-from overstory.workers.policy.steering import RETRY_STEPS, Steering
+from overstory.workers.policy.steering import HOLDS_US, RETRY_STEPS, Steering
 from overstory.workers.policy.step_times import StepTimes
 
 FLOOR = 0.05
@@ -449,3 +449,22 @@ def test_something_is_tried_also_where_nothing_can_be_compared_to_what_was_seen(
     believed = steering.next_beliefs(64, shape, NUMBERS, PLAIN)
     assert best_of(rates(table_of(costs), believed, shape), NUMBERS, PLAIN) == PLAIN
     assert believed.probe - 1 in range(CHAIN, TREE_31)
+
+
+@pytest.mark.parametrize("microseconds", [1_000, 3_000, 30_000])
+def test_beliefs_hold_for_many_short_steps_and_for_few_long_ones(microseconds: int) -> None:
+    """What new beliefs cost the host counts where a step is a millisecond; where it is thirty, a
+    hundred steps under old ones would be seconds."""
+    table = table_of(tuple(microseconds + 100 * option for option in NUMBERS))
+    steering, world = Steering(OPTIONS, table, 0.0), World(0.9, random.Random(1))
+    shape, before, held = Shape((1, 0), 0, 256), PLAIN, []
+    for _ in range(200):
+        beliefs = steering.next_beliefs(SYNC, shape, NUMBERS, before, SYNC)
+        before = decide(table, beliefs, shape, NUMBERS, before, PROBE_RUN).option
+        for _ in range(SYNC):
+            walk = world.walk(NUMBERS[-1])
+            assert walk is not None
+            steering.observe(0, walk)
+        held.append(beliefs.holds * SYNC * microseconds)
+    assert max(held) <= max(HOLDS_US, SYNC * microseconds)
+    assert max(held) > SYNC * microseconds or microseconds == 30_000

@@ -43,6 +43,10 @@ RETRY_STEPS = (256, 16384)
 HOLDS = 8
 """Periods that beliefs are in force at most."""
 
+HOLDS_US = 130_000
+"""Time that they are in force at most, if that is longer than a period: where steps are long, new
+ones cost next to nothing, and so many steps under old ones may be many seconds."""
+
 VISIT_WORK_US = 400
 """What the host does for a visit on a machine of today: beliefs twice, steps that are timed."""
 
@@ -99,6 +103,7 @@ class Steering:
         self._retry = RETRY_STEPS[0]
         self._switched_off = 0
         self._probes = 0
+        self._best_us = 1  # of a step of the best option, at the last batch
         self._version = 0
 
     def observe(self, kind: int, walk: Walk) -> None:
@@ -159,7 +164,8 @@ class Steering:
             )
             probe = self._probe(steps, believed, shape, allowed, before)
             calm = self._drafter == ON and probe == NO_PROBE and self._all_known(shape)
-            holds = int(min(HOLDS, self._visits.quiet_for() // period)) if calm else 1
+            most = min(HOLDS, HOLDS_US // (period * self._best_us))
+            holds = int(min(most, self._visits.quiet_for() // period)) if calm else 1
             return replace(believed, probe=probe, holds=max(1, holds))
 
     def report(self) -> dict[str, Any]:
@@ -195,6 +201,7 @@ class Steering:
         every = rates(self._table, beliefs, shape)
         best = best_of(every, allowed, before)
         good = every[best]
+        self._best_us = good.cost_us
         known = [self._periods.seen(place, option) for option in range(len(every))]
         options = affordable([rate.cost_us for rate in every], allowed)
         # One of the two known relative to the others tells more; where there is none the two become
