@@ -1,7 +1,7 @@
 """What nvcc makes of the CUDA sources, for both GPUs they are for: no GPU needed.
 
 The first run after a change of the sources compiles them, as a first use does; later runs read the
-cache. One of the two is in the sample of tests, the other takes as long again and is in the full.
+cache.
 """
 
 import re
@@ -14,7 +14,7 @@ from overstory.kernels.compilers import find_nvcc, version_of
 from overstory.kernels.errors import NoCompilerError
 from overstory.kernels.ptxas_report import KernelResources, read_report
 
-ARCHITECTURES = ("sm_120", pytest.param("sm_90", marks=pytest.mark.full))
+ARCHITECTURES = ("sm_120", "sm_90")
 SHARED_LIMIT = 101_376
 """Bytes of a block on sm_120; what a launch asks for is checked by the simulator."""
 NOT_ON_BOTH = re.compile(
