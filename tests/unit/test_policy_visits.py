@@ -29,6 +29,7 @@ def test_what_visits_cannot_tell_of_is_visited_less_and_less() -> None:
     waits = [interval(unknown, visits) for visits in range(10)]
     assert waits[:8] == [STEPS[0] / 2 * 2**visits for visits in range(8)]
     assert waits[8:] == [STEPS[1]] * 2
+    assert interval(unknown, 100_000) == STEPS[1], "an engine that decodes for days"
 
 
 def test_first_visits_come_sooner_where_not_much_is_lost() -> None:

@@ -13,6 +13,10 @@ STEPS = (64, 4096)
 """Fewest and most steps between two visits of an option. At most, because a price is a belief too:
 one that is wrong would never be found out."""
 
+DOUBLINGS = 16
+"""So often the wait for an option that no visit has told of doubles, at most: more than `STEPS`
+span."""
+
 REST = 16
 """Fewest steps between two visits of any option: the best one runs between them, and they are
 compared to it."""
@@ -52,7 +56,8 @@ def interval(price: Price, visits: int) -> float:
     the while, steps of it are never comparable, and visits would go on for ever in vain.
     """
     if not price.known:
-        return min(STEPS[0] / 2 * 2.0**visits, STEPS[1])
+        doublings = min(visits, DOUBLINGS)  # visits go on for days, and floats end at 2**1024
+        return min(STEPS[0] / 2 * 2.0**doublings, STEPS[1])
     lost = max(0.0, 1 - price.share) * price.steps
     full = min(max((lost + price.work) * 1000 / LOSS, STEPS[0]), STEPS[1])
     young = not visits or (price.share >= HOPELESS and lost <= DEAR)
