@@ -235,13 +235,17 @@ def test_ragged_batches_however_they_are_split(library: KernelLibrary, blocks: i
     check(verify(library, case, blocks=blocks, min_chunk=1), case.expected())
 
 
-@pytest.mark.parametrize("last", [1.0, 20.0])
-def test_more_parts_than_are_joined_at_once(library: KernelLibrary, last: float) -> None:
-    """Warps read 72 parts at once. All count alike, or the next batch has higher scores."""
+@pytest.mark.parametrize(("first", "last"), [(1, 1), (1, 20), (200, 1)])
+def test_more_parts_than_are_joined_at_once(
+    library: KernelLibrary, first: float, last: float
+) -> None:
+    """Warps read 72 parts at once. All count alike, the next batch has higher scores, or the last
+    parts have scores so low that no float holds e to the difference."""
     case = Case([(16 * 160, 1), (5, 1)], seed=2)
-    growing = torch.linspace(0.2, 0.2 * last, 16 * 160)[:, None]
+    factors = torch.linspace(first, last, 16 * 160)[:, None]
     slots = case.kv_indices[: 16 * 160]
-    case.kv[slots] = (case.kv[slots].float() * growing).bfloat16()
+    rope = case.kv[slots, VALUES:].float() * factors
+    case.kv[slots, VALUES:] = rope.bfloat16()
     check(verify(library, case, blocks=162, min_chunk=1), case.expected())
 
 
