@@ -142,6 +142,44 @@ def test_two_ranks_choose_alike_whatever_their_clocks_say() -> None:
     assert {k: shown[k] for k in theirs} == theirs
 
 
+def test_two_ranks_whose_hosts_run_ahead_choose_alike() -> None:
+    """Batches that last, of which the ranks look at different steps: beliefs come and are asked for
+    at the same ones, and each step is the same."""
+    ranks, world, dice = FakeRanks(), World(0.9, random.Random(1)), random.Random(2)
+    first, second = (StepChooser(OPTIONS, ranks.of(rank), False) for rank in (0, 1))
+    for one in (first, second):
+        one.start(table_of((700, 800, 810, 820, 840, 880)), 0.05)
+        one.captured(lambda rows: next(tier for tier in (1, 8, 16, 32) if tier >= rows))
+    reqs = [req(), req(40), req(**{OPT_OUT: False}), req()]
+    at_hand, length, whys, unseen = reqs[:1], 100, set(), [0, 0]
+    for step in range(6000):
+        what = dice.choice(["reqs", "prefill", "rule", *["same"] * 300])
+        length = length + 7 if length < 3000 else 100
+        if what == "reqs":
+            at_hand = dice.sample(reqs, dice.randint(1, 3))
+        elif what == "prefill":
+            for one in (first, second):
+                one.interrupted()
+        elif what == "rule":
+            name = dice.choice(["auto", "auto", "auto<=8", "tree-15"])
+            tree_policy.HOLDER.set_current(parse_policy(name))
+        now = batch(*at_hand, context=length)
+        policy, told = first.next(now)
+        assert second.next(now) == (policy, told), step
+        assert not ranks.sent, "both asked"
+        whys.update(told.split()[1:2])
+        for number, one in enumerate((first, second)):
+            unseen[number] += one._held is not None
+        walk = world.walk(OPTIONS.policies.index(policy))
+        if walk is not None:
+            assert first._auto is not None
+            assert first._auto.steering is not None
+            for r in at_hand:
+                first._auto.steering.observe(int(r.sampling_params.top_k != 1), walk)
+    assert {"best", "probe"} <= whys
+    assert unseen[1] > unseen[0] > 500, "rank 0 looks at those that it times"
+
+
 def test_a_fixed_policy_is_taken_as_it_is() -> None:
     one = StepChooser(OPTIONS, FakeRanks().of(0), True)
     assert one.report() is None
