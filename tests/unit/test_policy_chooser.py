@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from policy_world import NUMBERS, OPTIONS, World, automatic_policy, table_of, tree_of
+from policy_world import COSTS, NUMBERS, OPTIONS, World, automatic_policy, table_of, tree_of
 from random_trees import random_tree
 
 from overstory.kernels.reference import tree_accept
@@ -27,6 +27,7 @@ from overstory.workers.policy.chooser import (
     shape_of,
     spare_opted_out,
 )
+from overstory.workers.policy.cost_table import CostTable
 from overstory.workers.policy.evidence import Walk
 from overstory.workers.policy.options import CHAIN, PLAIN
 from overstory.workers.policy.steering import Steering
@@ -360,11 +361,19 @@ def test_a_step_that_is_not_looked_at_is_what_a_look_would_give(
         )
 
     coming = [beliefs() for _ in range(400)]
+    # What is best depends on the context: a choice that stood beyond its lengths would be seen.
+    cells = {
+        (o, b, c): cost + (2000 * o * c if o > 1 else 0)
+        for o, cost in enumerate(COSTS)
+        for b in range(2)
+        for c in range(3)
+    }
+    table = CostTable.measured(OPTIONS.names, (1, 16), (256, 1024, 4096), cells)
     pair = []
     for looks in (False, True):
         group = SimpleNamespace(decides=decides, host_ints=None)
         one = StepChooser(OPTIONS, group, False)  # type: ignore[arg-type]
-        one.start(table_of(), 0.0)
+        one.start(table, 0.0)
         some = iter(coming)
         monkeypatch.setattr(one, "_agree", lambda *_, some=some: next(some))
         if looks:
