@@ -14,7 +14,7 @@ import pytest
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from overstory.orchestrator import departures, replica_handoff
+from overstory.orchestrator import departures, replica, replica_handoff
 from overstory.orchestrator.handoff import NotMoved, Text
 from overstory.orchestrator.journal import GenerateCall
 from overstory.orchestrator.replica_handoff import ReplicaHandOff
@@ -159,3 +159,49 @@ def test_it_goes_when_nobody_comes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_does_not_stay_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_handoff, "STAY_S", 0.2)
     assert going(monkeypatch, itertools.repeat((1, []))) > 1
+
+
+def test_without_hand_off_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "get", lambda *_, **__: pytest.fail("asked"))
+    monkeypatch.setattr(replica_handoff, "call", lambda *_: pytest.fail("asked"))
+    part = ReplicaHandOff("d", "old", False, 40, None)
+    part.left("a", 90)
+    part.stay()
+
+
+@pytest.mark.parametrize(
+    ("finish", "left"), [(None, [("r.1", 50 + 3)]), ({"type": "length"}, [])], ids=["cut", "whole"]
+)
+def test_who_left_is_told_with_what_it_generated(
+    monkeypatch: pytest.MonkeyPatch, finish: dict[str, str] | None, left: list[tuple[str, int]]
+) -> None:
+    """The engine gives two tokens and one; a sequence that is not finished may be asked for."""
+    told: list[tuple[str, int]] = []
+
+    async def bring(_: GenerateCall) -> None: ...
+
+    async def engine(*_: Any, **__: Any) -> Any:
+        for number, end in ((2, None), (1, finish)):
+            yield number, end
+
+    async def at_once(chunks: Any, _: float) -> Any:
+        async for chunk in chunks:
+            yield chunk
+
+    chunk = lambda step: SimpleNamespace(ids=[7] * step[0], finish=step[1])  # noqa: E731
+    monkeypatch.setattr(replica, "_chunk", chunk)
+    monkeypatch.setattr(replica, "paced", at_once)
+    monkeypatch.setattr(replica, "refuse_beyond", lambda *_: None)
+    one: Any = object.__new__(replica.Replica)
+    one._limits, one._health = {}, SimpleNamespace(generated=lambda: None)
+    one._engine = SimpleNamespace(generate_ids=engine, death="made up")
+    one._herald = SimpleNamespace(ended=lambda: None)
+    one._engine.shutdown = lambda: None
+    one._handoff = SimpleNamespace(bring=bring, left=lambda *who: told.append(who))
+
+    async def consume() -> None:
+        async for _ in one._generated(call_of(50, None)):
+            pass
+
+    asyncio.run(consume())
+    assert told == left
