@@ -170,15 +170,15 @@ def test_a_giver_that_trickles_is_left_at_the_limit(monkeypatch: pytest.MonkeyPa
     send = Conveyor._seal
 
     def slow(self: Conveyor, staging: torch.Tensor, size: int) -> None:
-        time.sleep(0.2)
+        time.sleep(0.1)
         send(self, staging, size)
 
     monkeypatch.setattr(Conveyor, "_seal", slow)
     ranks = Ranks()
     try:
-        name = ranks.meet(transfer_s=1.0)
+        name = ranks.meet(transfer_s=0.5)
         begun = time.monotonic()
-        with pytest.raises(CollectiveError, match="not done in 1 s"):
+        with pytest.raises(CollectiveError, match=r"not done in 0\.5 s"):
             ranks.take(name)  # 38 pieces
         assert time.monotonic() - begun < 5
     finally:
@@ -314,7 +314,7 @@ def killed_giver(pipe: Any, name: str, after: int) -> None:
     time.sleep(60)
 
 
-@pytest.mark.parametrize("rounds", [10, pytest.param(50, marks=pytest.mark.full)])
+@pytest.mark.parametrize("rounds", [5, pytest.param(50, marks=pytest.mark.full)])
 def test_a_side_killed_at_any_byte_is_noticed_and_nothing_stays(ranks: Ranks, rounds: int) -> None:
     """The giver, the taker, or nobody is killed. Whoever is left closes by itself."""
     draw = random.Random(8)
