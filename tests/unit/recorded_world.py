@@ -5,16 +5,18 @@ from __future__ import annotations
 import csv
 import functools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from types import SimpleNamespace
+from typing import Any, Protocol
 
-from overstory.workers.policy.choice import Shape, decide
-from overstory.workers.policy.chooser import OBSERVED, OBSERVED_STEPS, SYNC_STEPS
+from overstory.workers.policy.choice import Decision, Shape
+from overstory.workers.policy.chooser import OBSERVED, OBSERVED_STEPS, StepChooser, _Auto
 from overstory.workers.policy.cost_table import CostTable
 from overstory.workers.policy.evidence import Walk
 from overstory.workers.policy.options import CHAIN, FIRST_TREE, PLAIN, Options
-from overstory.workers.policy.steering import Steering
+from overstory.workers.tree_policy import AutoPolicy
 
 FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
 RUNS = {3: FOLDER / "ddtree_h200_3.csv", 4: FOLDER / "ddtree_h200_4.csv"}
@@ -147,38 +149,58 @@ class Outcome:
     used: dict[str, int] = field(default_factory=dict)
 
 
+class Rule:
+    """The automatic rule of one rank whose host runs ahead of the device, `StepChooser`'s own."""
+
+    def __init__(self, options: Options, table: CostTable) -> None:
+        alone: Any = SimpleNamespace(decides=True, host_ints=lambda values: values)
+        self._chooser, self._table = StepChooser(options, alone, host_waits=False), table
+        self._chooser.start(table, 0.05)
+        self._steps, self._last = 0, (PLAIN, 0)
+
+    def next(self, shape: Shape) -> Decision:
+        """Of a step that begins."""
+        self._steps += 1
+        return self._chooser._decide(self._auto, AutoPolicy(), shape)
+
+    def ran(
+        self, decision: Decision, shape: Shape, took_us: float, walk: Callable[[], Walk]
+    ) -> None:
+        """That step is over; ``walk`` draws what became of one request's draft, where it counts."""
+        steering, option = self._auto.steering, decision.option
+        assert steering is not None
+        if self._last == (option, shape.batch):
+            expected = self._table.cost(option, shape.batch, shape.context, shape.sampled)
+            steering.observe_period(option, shape, expected, round(took_us))
+        self._last = option, shape.batch
+        if option != PLAIN and (decision.why == "unknown" or self._steps % OBSERVED_STEPS == 1):
+            for _ in range(min(shape.batch, OBSERVED)):
+                steering.observe(int(shape.sampled), walk())
+
+    @property
+    def _auto(self) -> _Auto:
+        assert self._chooser._auto is not None
+        return self._chooser._auto
+
+
 def run(recorded: World, seed: int, stages: tuple[int, ...]) -> list[Outcome]:
     """The rule as `StepChooser` runs it where the host runs ahead of the device, for stages of so
     many steps one after the other."""
     dice = random.Random(seed)
-    noise, table, options = Disturbed(dice), recorded.table, recorded.options
-    steering, numbers = Steering(options, table, 0.05), tuple(range(len(options)))
-    kind, count, context = int(recorded.sampled), recorded.requests, recorded.context
-    shape = Shape((0, count) if kind else (count, 0), 0, context, recorded.sampled)
-    expected = functools.cache(lambda o: table.cost(o, count, context, recorded.sampled))
-    outcomes, before, last, now, step = [], PLAIN, PLAIN, 0.0, 0
-    beliefs, since = None, 0
+    noise, rule = Disturbed(dice), Rule(recorded.options, recorded.table)
+    count, sampled = recorded.requests, recorded.sampled
+    shape = Shape((0, count) if sampled else (count, 0), 0, recorded.context, sampled)
+    outcomes, now = [], 0.0
     for stage in stages:
         outcomes.append(out := Outcome())
         for _ in range(stage):
-            since += 1
-            if beliefs is None or since >= SYNC_STEPS * beliefs.holds:
-                beliefs = steering.next_beliefs(since, shape, numbers, before, SYNC_STEPS)
-                since = 0
-            decision = decide(table, beliefs, shape, numbers, before, since)
+            decision = rule.next(shape)
             option = decision.option
-            before = option if decision.why == "best" else before
             took = recorded.us[option] * noise.times(now)
             now += took
-            if option == last:
-                steering.observe_period(option, shape, expected(option), round(took))
-            last = option
-            learning = decision.why == "unknown" or step % OBSERVED_STEPS == 0
-            for _ in range(min(count, OBSERVED) if option != PLAIN and learning else 0):
-                steering.observe(kind, recorded.walk(option, dice))
+            rule.ran(decision, shape, took, functools.partial(recorded.walk, option, dice))
             out.tokens += recorded.tokens[option]
             out.us += recorded.us[option]
-            name = options.names[option]
+            name = recorded.options.names[option]
             out.used[name] = out.used.get(name, 0) + 1
-            step += 1
     return outcomes
