@@ -6,7 +6,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +14,8 @@ from typing import Any
 from overstory.orchestrator.client import EndpointError, _open, stream_completion
 
 TIMEOUT_S = 300.0
+_FAULTS = (EndpointError, OSError, ValueError, http.client.HTTPException)
+"""Of a request that failed."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def load(url: str, asked: list[Question], clients: int) -> Iterator[Seen]:
             at = number % len(asked)
             try:
                 answer, gap_s = ask(url, asked[at])
-            except (EndpointError, OSError, ValueError, http.client.HTTPException) as error:
+            except _FAULTS as error:
                 with lock:
                     seen.failed.append(f"{type(error).__name__}: {error}")
                 continue
@@ -111,11 +113,19 @@ def load(url: str, asked: list[Question], clients: int) -> Iterator[Seen]:
                 if answer != wanted[at]:
                     seen.changed.append(f"{asked[at]}: {answer!r} instead of {wanted[at]!r}")
 
+    with _running(client, stop, clients):
+        yield seen
+
+
+@contextmanager
+def _running(client: Callable[[int], None], stop: threading.Event, clients: int) -> Iterator[None]:
+    """So many of `client`, given their first question's number, until the block ends and `stop` is
+    set."""
     threads = [threading.Thread(target=client, args=(i * 3,), daemon=True) for i in range(clients)]
     for thread in threads:
         thread.start()
     try:
-        yield seen
+        yield
     finally:
         stop.set()
         for thread in threads:
@@ -130,20 +140,13 @@ def strangers(url: str, model: str, max_tokens: int, clients: int) -> Iterator[l
     failed: list[str] = []
     numbers, stop = itertools.count(), threading.Event()
 
-    def client() -> None:
+    def client(_: int) -> None:
         while not stop.is_set():
             body = {"model": model, "prompt": f"# {next(numbers)}\n", "max_tokens": max_tokens}
             try:
                 ask(url, Question(body | {"temperature": 0.0}, stream=True))
-            except (EndpointError, OSError, ValueError, http.client.HTTPException) as error:
+            except _FAULTS as error:
                 failed.append(f"{type(error).__name__}: {error}")
 
-    threads = [threading.Thread(target=client, daemon=True) for _ in range(clients)]
-    for thread in threads:
-        thread.start()
-    try:
+    with _running(client, stop, clients):
         yield failed
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(TIMEOUT_S)

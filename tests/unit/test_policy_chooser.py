@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +47,27 @@ def req(top_k: int = 1, **custom: Any) -> Any:
 
 def batch(*reqs: Any, context: int = 200) -> Any:
     return SimpleNamespace(reqs=list(reqs), seq_lens_sum=context * len(reqs))
+
+
+def what_comes(
+    choosers: Sequence[StepChooser], dice: random.Random, steps: int, same: int
+) -> Iterator[Any]:
+    """Batches of so many steps. About every ``same`` / 3 something changes: the requests, the rule
+    in force, or a prefill came between; texts grow and start anew."""
+    reqs = [req(), req(40), req(**{OPT_OUT: False}), req()]
+    at_hand, length = reqs[:1], 100
+    for _ in range(steps):
+        what = dice.choice(["reqs", "prefill", "rule", *["same"] * same])
+        length = length + 7 if length < 3000 else 100
+        if what == "reqs":
+            at_hand = dice.sample(reqs, dice.randint(1, 3))
+        elif what == "prefill":
+            for one in choosers:
+                one.interrupted()
+        elif what == "rule":
+            name = dice.choice(["auto", "auto", "auto<=8", "tree-15"])
+            tree_policy.HOLDER.set_current(parse_policy(name))
+        yield batch(*at_hand, context=length)
 
 
 def test_shape_counts_kinds_and_opt_outs() -> None:
@@ -151,20 +172,8 @@ def test_two_ranks_whose_hosts_run_ahead_choose_alike() -> None:
     for one in (first, second):
         one.start(table_of((700, 800, 810, 820, 840, 880)), 0.05)
         one.captured(lambda rows: next(tier for tier in (1, 8, 16, 32) if tier >= rows))
-    reqs = [req(), req(40), req(**{OPT_OUT: False}), req()]
-    at_hand, length, whys, unseen = reqs[:1], 100, set(), [0, 0]
-    for step in range(6000):
-        what = dice.choice(["reqs", "prefill", "rule", *["same"] * 300])
-        length = length + 7 if length < 3000 else 100
-        if what == "reqs":
-            at_hand = dice.sample(reqs, dice.randint(1, 3))
-        elif what == "prefill":
-            for one in (first, second):
-                one.interrupted()
-        elif what == "rule":
-            name = dice.choice(["auto", "auto", "auto<=8", "tree-15"])
-            tree_policy.HOLDER.set_current(parse_policy(name))
-        now = batch(*at_hand, context=length)
+    whys, unseen = set(), [0, 0]
+    for step, now in enumerate(what_comes((first, second), dice, 6000, 300)):
         policy, told = first.next(now)
         assert second.next(now) == (policy, told), step
         assert not ranks.sent, "both asked"
@@ -175,7 +184,7 @@ def test_two_ranks_whose_hosts_run_ahead_choose_alike() -> None:
         if walk is not None:
             assert first._auto is not None
             assert first._auto.steering is not None
-            for r in at_hand:
+            for r in now.reqs:
                 first._auto.steering.observe(int(r.sampling_params.top_k != 1), walk)
     assert {"best", "probe"} <= whys
     assert unseen[1] > unseen[0] > 500, "rank 0 looks at those that it times"
@@ -379,22 +388,10 @@ def test_a_step_that_is_not_looked_at_is_what_a_look_would_give(
         if looks:
             monkeypatch.setattr(one, "_hold", lambda *_: None)
         pair.append(one)
-    reqs = [req(), req(50), req(**{OPT_OUT: False}), req()]
-    at_hand, length, held = reqs[:1], 100, 0
-    for _ in range(4000):
-        what = dice.choice(["reqs", "prefill", "rule", *["same"] * 200])
-        length = length + 7 if length < 3000 else 100
-        if what == "reqs":
-            at_hand = dice.sample(reqs, dice.randint(1, 3))
-        elif what == "prefill":
-            for one in pair:
-                one.interrupted()
-        elif what == "rule":
-            name = dice.choice(["auto", "auto", "auto<=8", "tree-15"])
-            tree_policy.HOLDER.set_current(parse_policy(name))
-        now = batch(*at_hand, context=length)
+    held = 0
+    for step, now in enumerate(what_comes(pair, dice, 4000, 200)):
         first, second = (one.next(now) for one in pair)
-        assert first == second, what
+        assert first == second, step
         held += pair[0]._held is not None
     assert held > 1000, "steps that are not looked at were among them"
 
