@@ -11,13 +11,13 @@ Experts counted against rows, the automatic policy and the long prompt, of sessi
 from __future__ import annotations
 
 import json
-import re
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slice_page import filled, table_row
 from slice_rows import results
 
 from overstory.orchestrator.experts import distinct_experts
@@ -36,14 +36,14 @@ def touched(counts: Iterable[Mapping[str, Any]]) -> list[str]:
     shares = sorted({key[2] for key in at})
     head = ["batch", "rows of each", "even routers"]
     head += [f"counted, {share:.0%} alike (least to most of a layer)" for share in shares]
-    lines = [_row(head), "|" + "---|" * len(head)]
+    lines = [table_row(head), "|" + "---|" * len(head)]
     for batch, rows in sorted({key[:2] for key in at}):
         cells = [f"{distinct_experts(EXPERTS, CHOSEN, batch * rows):.0f}"]
         for found in (at.get((batch, rows, share)) for share in shares):
             cells.append(
                 f"{found['mean']:.0f} ({found['least']} to {found['most']})" if found else ""
             )
-        lines.append(_row([batch, rows, *cells]))
+        lines.append(table_row([batch, rows, *cells]))
     return lines
 
 
@@ -85,12 +85,12 @@ def automatic(found: Iterable[Mapping[str, Any]]) -> list[str]:
     where = ("commit", "drafter", "batch", "context")
     at = {tuple(row.get(name, "") for name in where): row for row in found}
     head = ("commit", "drafter (simulated)", "batch", "context", "best fixed", "tokens/s", "auto")
-    lines = [_row([*head, "of it", "steps timed under auto"]), "|" + "---|" * (len(head) + 2)]
+    lines = [table_row([*head, "of it", "steps timed under auto"]), "|" + "---|" * (len(head) + 2)]
     for place, row in sorted(at.items()):
         best, auto = row["rates"][row["best"]], row["rates"]["auto"]
         took = ", ".join(f"{name} {count}" for name, count in row["used"].items())
         cells = (*place, row["best"], f"{best:.0f}", f"{auto:.0f}", f"{auto / best:.1%}", took)
-        lines.append(_row(cells))
+        lines.append(table_row(cells))
     return lines
 
 
@@ -119,16 +119,7 @@ def _blocks(stored: Mapping[str, Any]) -> dict[str, list[str]]:
 
 def fill(text: str, stored: Mapping[str, Any]) -> str:
     """The page with every block between `<!-- counted NAME -->` and `<!-- end -->` made anew."""
-    blocks = _blocks(stored)
-
-    def block(found: re.Match[str]) -> str:
-        return "\n".join([f"<!-- counted {found[1]} -->", *blocks[found[1]], "<!-- end -->"])
-
-    return re.sub(r"<!-- counted (\w+) -->.*?<!-- end -->", block, text, flags=re.DOTALL)
-
-
-def _row(cells: Iterable[Any]) -> str:
-    return "| " + " | ".join(map(str, cells)) + " |"
+    return filled(text, "counted", _blocks(stored).__getitem__)
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import re
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from slice_config import PUBLISHED
+from slice_page import filled, table_row
 from slice_points import CHAIN_ROWS
 from slice_policy import CHAIN_MEANS, judge
 from slice_rows import WHERE, read
@@ -81,7 +81,7 @@ def goals(points: Iterable[Point]) -> list[str]:
     at = {p["context"]: p for p in points if (p["batch"], p["rows"]) == (1, 9) and p["stages_us"]}
     head = ("context", "step", "attention", "of the step", "goal", "us a layer", "allowed")
     more = ("with exchanges of 8 RTX PRO 6000", "of 8 H200 (both modelled)")
-    lines = [_row([*head, *more]), "|" + "---|" * (len(head) + len(more))]
+    lines = [table_row([*head, *more]), "|" + "---|" * (len(head) + len(more))]
     for context, goal in ATTENTION_GOALS.items():
         point = at[context]
         step, attention = serving_us(point), point["stages_us"]["attention"]
@@ -89,7 +89,7 @@ def goals(points: Iterable[Point]) -> list[str]:
         shares = [attention / whole for whole in (step + exchanges_us(1, 9), _with_nvlink(point))]
         cells = [_ms(step), _ms(attention), f"{attention / step:.1%}", f"{goal:.0%}"]
         cells += [f"{attention / LAYERS:.1f}", f"{allowed:.1f}"]
-        lines.append(_row([context, *cells, *(f"{share:.1%}" for share in shares)]))
+        lines.append(table_row([context, *cells, *(f"{share:.1%}" for share in shares)]))
     return lines
 
 
@@ -100,7 +100,7 @@ def steps(points: Sequence[Point]) -> list[str]:
     it is waited for.
     """
     head = [*WHERE, "step", *STAGES, "rest", "alone", "attention of step"]
-    lines = [_row([*head, "exchange (modelled)"]), "|" + "---|" * (len(head) + 1)]
+    lines = [table_row([*head, "exchange (modelled)"]), "|" + "---|" * (len(head) + 1)]
     for point in points:
         stages, step = point["stages_us"], serving_us(point)
         cells: list[Any] = [point[name] for name in WHERE] + [_ms(step)]
@@ -113,7 +113,7 @@ def steps(points: Sequence[Point]) -> list[str]:
             cells += [""] * (len(STAGES) + 1)
         cells += [_ms(point["step_us"] - step) if point["in_a_row_us"] else ""]
         cells += [f"{stages['attention'] / step:.0%}" if stages else ""]
-        lines.append(_row([*cells, _ms(exchanges_us(point["batch"], point["rows"]))]))
+        lines.append(table_row([*cells, _ms(exchanges_us(point["batch"], point["rows"]))]))
     return lines
 
 
@@ -125,12 +125,12 @@ def of_few_layers(points: Iterable[Point]) -> list[str]:
     """
     head = ("batch", "context", "rows", "layers", "step", "attention, us a layer")
     head += ("experts, us a layer", "dense, us a layer", "step of 61 layers (estimated)")
-    lines = [_row([*head, "attention of it"]), "|" + "---|" * (len(head) + 1)]
+    lines = [table_row([*head, "attention of it"]), "|" + "---|" * (len(head) + 1)]
     for point in points:
         each, whole = a_layer_us(point), of_all_layers_us(point)
         cells = [*(point[name] for name in WHERE[1:]), point["layers"], _ms(serving_us(point))]
         cells += [f"{us:.1f}" for us in each]
-        lines.append(_row([*cells, _ms(whole), f"{each[0] * LAYERS / whole:.0%}"]))
+        lines.append(table_row([*cells, _ms(whole), f"{each[0] * LAYERS / whole:.0%}"]))
     return lines
 
 
@@ -159,14 +159,14 @@ def triton_of_few_layers(points: Iterable[Point]) -> list[str]:
     at = {tuple(p[name] for name in WHERE): p for p in points if p["stages_us"]}
     head = ("batch", "context", "rows", "Triton, us a layer", "ours", "times")
     head += ("step of 61 layers (estimated), Triton", "ours", "times")
-    lines = [_row(head), "|" + "---|" * len(head)]
+    lines = [table_row(head), "|" + "---|" * len(head)]
     for key in sorted(key for key in at if key[0] == "triton" and ("overstory", *key[1:]) in at):
         theirs, ours = at[key], at["overstory", *key[1:]]
         layer = a_layer_us(theirs)[0], a_layer_us(ours)[0]
         step = of_all_layers_us(theirs), of_all_layers_us(ours)
         cells = [f"{layer[0]:.1f}", f"{layer[1]:.1f}", f"{layer[0] / layer[1]:.0f}"]
         cells += [_ms(step[0]), _ms(step[1]), f"{step[0] / step[1]:.0f}"]
-        lines.append(_row([*key[1:], *cells]))
+        lines.append(table_row([*key[1:], *cells]))
     return lines
 
 
@@ -176,7 +176,7 @@ def levers(points: Iterable[Point]) -> list[str]:
     at = {(_lever(p), p["batch"], p["rows"]): p for p in points if _lever(p) and p["stages_us"]}
     head = ["batch", "rows"]
     head += [f"{n}: experts, dense, us a layer; step, ms" for n in LEVERS]
-    lines = [_row(head), "|" + "---|" * len(head)]
+    lines = [table_row(head), "|" + "---|" * len(head)]
     for batch, rows in sorted({key[1:] for key in at}):
         cells = []
         for point in (at.get((name, batch, rows)) for name in LEVERS):
@@ -185,7 +185,7 @@ def levers(points: Iterable[Point]) -> list[str]:
                 continue
             _, experts_us, dense_us = a_layer_us(point)
             cells.append(f"{experts_us:.1f}, {dense_us:.1f}; {_ms(serving_us(point))}")
-        lines.append(_row([batch, rows, *cells]))
+        lines.append(table_row([batch, rows, *cells]))
     return lines
 
 
@@ -196,10 +196,10 @@ def bottlenecks(points: Sequence[Point]) -> list[str]:
     """
     contexts = sorted({p["context"] for p in points})
     at = {(p["batch"], p["rows"], p["context"]): p for p in points if p["stages_us"]}
-    lines = [_row(["batch", "rows", *contexts]), "|" + "---|" * (2 + len(contexts))]
+    lines = [table_row(["batch", "rows", *contexts]), "|" + "---|" * (2 + len(contexts))]
     for batch, rows in sorted({key[:2] for key in at}):
         cells = [_longest(at.get((batch, rows, context))) for context in contexts]
-        lines.append(_row([batch, rows, *cells]))
+        lines.append(table_row([batch, rows, *cells]))
     return lines
 
 
@@ -221,11 +221,11 @@ def experts(points: Iterable[Point]) -> list[str]:
             rows = point["batch"] * point["rows"]
             by_rows.setdefault(rows, []).append(point["stages_us"]["moe"] / MOE_LAYERS)
     head = ("rows in all", "experts touched (expected)", "us a layer (measured)", "us an expert")
-    lines = [_row(head), "|" + "---|" * len(head)]
+    lines = [table_row(head), "|" + "---|" * len(head)]
     for rows, layer in sorted(by_rows.items()):
         touched = EXPERTS * (1 - (1 - CHOSEN / EXPERTS) ** rows)
         us = statistics.median(layer)
-        lines.append(_row((rows, f"{touched:.0f}", f"{us:.1f}", f"{us / touched:.2f}")))
+        lines.append(table_row((rows, f"{touched:.0f}", f"{us:.1f}", f"{us / touched:.2f}")))
     return lines
 
 
@@ -237,7 +237,7 @@ def budgets(points: Sequence[Point]) -> list[str]:
     """
     costs = [{**p, "step_us": serving_us(p)} for p in points]
     contexts = sorted({p["context"] for p in points})
-    lines = [_row(["chain's tokens", "batch", *contexts]), "|" + "---|" * (2 + len(contexts))]
+    lines = [table_row(["chain's tokens", "batch", *contexts]), "|" + "---|" * (2 + len(contexts))]
     for tokens in CHAIN_MEANS:
         blind = {
             (v.batch, v.context): v.ratio
@@ -249,7 +249,7 @@ def budgets(points: Sequence[Point]) -> list[str]:
         for batch in sorted({b for b, _ in at}):
             found = [(at.get((batch, c)), blind.get((batch, c))) for c in contexts]
             cells = [f"{v.best}: {v.ratio:.1%}, {other:.1%}" if v else "" for v, other in found]
-            lines.append(_row([tokens, batch, *cells]))
+            lines.append(table_row([tokens, batch, *cells]))
     return lines
 
 
@@ -257,13 +257,13 @@ def against_triton(points: Iterable[Point]) -> list[str]:
     """Steps alone with SGLang's Triton attention and with ours, where both were timed."""
     at = {tuple(p[name] for name in WHERE): p for p in points}
     head = ("batch", "context", "rows", "Triton", "ours", "times", "attention alone, times")
-    lines = [_row(head), "|" + "---|" * len(head)]
+    lines = [table_row(head), "|" + "---|" * len(head)]
     for key in sorted(key for key in at if key[0] == "triton"):
         theirs, ours = at[key], at["overstory", *key[1:]]
         both = [p["stages_us"]["attention"] for p in (theirs, ours)]
         cells = [_ms(theirs["step_us"]), _ms(ours["step_us"])]
         ratio = theirs["step_us"] / ours["step_us"]
-        lines.append(_row([*key[1:], *cells, f"{ratio:.0f}", f"{both[0] / both[1]:.0f}"]))
+        lines.append(table_row([*key[1:], *cells, f"{ratio:.0f}", f"{both[0] / both[1]:.0f}"]))
     return lines
 
 
@@ -294,7 +294,7 @@ def against_model(points: Iterable[Point]) -> list[str]:
     points = list(points)
     contexts = sorted({p["context"] for p in points})
     at = {(p["batch"], p["rows"], p["context"]): p for p in points}
-    lines = [_row(["batch", "rows", *contexts]), "|" + "---|" * (2 + len(contexts))]
+    lines = [table_row(["batch", "rows", *contexts]), "|" + "---|" * (2 + len(contexts))]
     for batch, rows in sorted({key[:2] for key in at}):
         cells = []
         for point in (at.get((batch, rows, context)) for context in contexts):
@@ -303,14 +303,14 @@ def against_model(points: Iterable[Point]) -> list[str]:
                 continue
             said, us = 1e6 * model_step(point).total, serving_us(point)
             cells.append(f"{_ms(us)}, {_ms(said)}: {said / us:.2f}")
-        lines.append(_row([batch, rows, *cells]))
+        lines.append(table_row([batch, rows, *cells]))
     return lines
 
 
 def stages_against_model(points: Iterable[Point]) -> list[str]:
     """The model's seconds of each stage over the measured ones, over all points."""
     profiled = [p for p in points if p["stages_us"]]
-    lines = [_row(("stage", "least", "median", "most")), "|" + "---|" * 4]
+    lines = [table_row(("stage", "least", "median", "most")), "|" + "---|" * 4]
     for name, stage in _STAGE_OF_MODEL.items():
         ratios = [
             1e6 * getattr(model_step(p), name) / p["stages_us"][stage]
@@ -318,7 +318,7 @@ def stages_against_model(points: Iterable[Point]) -> list[str]:
             if p["stages_us"][stage]
         ]
         values = (min(ratios), statistics.median(ratios), max(ratios))
-        lines.append(_row([name, *(f"{value:.2f}" for value in values)]))
+        lines.append(table_row([name, *(f"{value:.2f}" for value in values)]))
     return lines
 
 
@@ -328,12 +328,12 @@ def eight_h200(points: Iterable[Point]) -> list[str]:
     at = {(p["batch"], p["rows"], p["context"]): p for p in points}
     contexts = sorted({key[2] for key in at})
     ways = (("plain", 1, 1.0), ("chain", CHAIN_ROWS, CHAIN_TOKENS))
-    lines = [_row(["batch", "draft", *contexts]), "|" + "---|" * (2 + len(contexts))]
+    lines = [table_row(["batch", "draft", *contexts]), "|" + "---|" * (2 + len(contexts))]
     for batch in sorted({key[0] for key in at}):
         for name, rows, tokens in ways:
             found = [at.get((batch, rows, context)) for context in contexts]
             cells = [f"{1e6 * batch * tokens / _with_nvlink(p):.0f}" if p else "" for p in found]
-            lines.append(_row([batch, name, *cells]))
+            lines.append(table_row([batch, name, *cells]))
     return lines
 
 
@@ -385,20 +385,11 @@ def main() -> None:
 
 def fill(text: str, points: Sequence[Point]) -> str:
     """The page with every block between `<!-- table NAME -->` and `<!-- end -->` made anew."""
-
-    def block(found: re.Match[str]) -> str:
-        name = found[1]
-        return "\n".join([f"<!-- table {name} -->", *TABLES[name](points), "<!-- end -->"])
-
-    return re.sub(r"<!-- table (\w+) -->.*?<!-- end -->", block, text, flags=re.DOTALL)
+    return filled(text, "table", lambda name: TABLES[name](points))
 
 
 def _ms(microseconds: float) -> str:
     return f"{microseconds / 1000:.2f}"
-
-
-def _row(cells: Iterable[Any]) -> str:
-    return "| " + " | ".join(map(str, cells)) + " |"
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@
 # they would compile, or put it there.
 # Parts: comm, which runs by itself; comm.kv (its rates alone), engines.ROLE, deployed.CASE and
 # kimi.hand_off (two_gpu_engines.py, two_gpu_deployed.py, two_gpu_kimi.py), which then run side by side,
-# each with what is left of the time; kimi.hand_off and engines.hand_off_tp2 measure in turn. Needs python3 with torch and CuPy; for engines SGLang and nvcc,
-# for deployments Ray. No install of this project.
+# each with what is left of the time; kimi.hand_off and engines.hand_off_tp2 measure in turn. Needs
+# python3 with torch and CuPy; for engines SGLang and nvcc, for deployments Ray. No install of this
+# project.
 # NVLink multicast is left off (NCCL_NVLS_ENABLE=0): on a shared host it can stop the other GPUs.
 # Into OUT: summary.txt, comm.json, engines_*.json, deployed_*.json, kimi_*.json, logs.txt
 set -uo pipefail
@@ -26,7 +27,7 @@ out=$(cd "$out" && pwd)
 python=${PYTHON:-python3}
 [ -z "${SLICE_MODULES:-}" ] || SLICE_MODULES=$(cd "$SLICE_MODULES" && pwd) || exit 2
 use_checkout "$root" kernels workers orchestrator clusters
-[ -z "${SLICE_MODULES:-}" ] || use_modules "$SLICE_MODULES" || exit 2
+[ -z "${SLICE_MODULES:-}" ] || use_modules "$SLICE_MODULES"
 export TWO_GPU_TURN=$work/turn # whose turn it is to measure: two_gpu_turn.py
 kernels=cuda
 [ "${TWO_GPU_TOY:-0}" != 1 ] || kernels=auto

@@ -20,10 +20,9 @@ use_checkout() {
   cd "$work/links" || exit 1
 }
 
-# use_modules MODULES: what slice_modules.sh built is found instead of being compiled.
+# use_modules MODULES: what slice_modules.sh built is found instead of being compiled. An absolute path.
 use_modules() {
-  local modules
-  modules=$(cd "$1" && pwd) || return 2
+  local modules=$1
   export TVM_FFI_CACHE_DIR=$modules/tvm-ffi PYTHONPATH=$modules/python:$PYTHONPATH
   export OVERSTORY_KERNEL_CACHE=$modules/overstory
   [ ! -d "$modules/triton" ] || export TRITON_CACHE_DIR=$modules/triton
