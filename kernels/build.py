@@ -49,11 +49,8 @@ class Target:
         return self.name != "simulator"
 
 
-def cuda_target(arch: str, defines: Sequence[str] = ()) -> Target:
+def cuda_target(arch: str) -> Target:
     """For one GPU architecture, say "sm_90"; no PTX for others is put in.
-
-    Args:
-        defines: macros set to 1.
 
     Raises:
         ValueError: not the name of an architecture.
@@ -63,7 +60,7 @@ def cuda_target(arch: str, defines: Sequence[str] = ()) -> Target:
         raise ValueError(f"arch is {arch!r}; want a name like sm_90 or sm_120")
     number = arch.removeprefix("sm_")
     gencode = f"-gencode=arch=compute_{number},code={arch}"
-    common = (gencode, "-std=c++17", "-O3", "-lineinfo", "-Xcompiler=-fPIC", *_defined(defines))
+    common = (gencode, "-std=c++17", "-O3", "-lineinfo", "-Xcompiler=-fPIC")
     # --keep: the PTX stays beside the object, for the test that looks for instructions.
     return Target(arch, find_nvcc(), (*common, "-Xptxas=-v", "--keep"), (gencode, "-cudart=static"))
 
@@ -80,11 +77,8 @@ def simulator_target(defines: Sequence[str] = ()) -> Target:
     # A variable read before it is written holds the same garbage every time, and never luck's 0.
     poison = "-ftrivial-auto-var-init=pattern"
     flags = ("-std=c++17", "-O2", "-g1", "-fPIC", "-Wall", poison, "-x", "c++", "-DOVERSTORY_SIM")
-    return Target("simulator", find_cxx(), (*flags, *_defined(defines)), ())
-
-
-def _defined(names: Sequence[str]) -> list[str]:
-    return [f"-D{name}=1" for name in names]
+    macros = (f"-D{name}=1" for name in defines)
+    return Target("simulator", find_cxx(), (*flags, *macros), ())
 
 
 def sources() -> list[Path]:
