@@ -222,9 +222,10 @@ class _Auto:
     def due(self, shape: Shape) -> int:
         """After how many steps the next beliefs come; what is to be tried and when was decided for
         another batch, if ``shape`` is of another place."""
-        same = place_of(self.table, shape) == self.place
-        most = self.beliefs.holds if same else HOLDS_ELSEWHERE
-        return SYNC_STEPS * min(self.beliefs.holds, most)
+        holds = self.beliefs.holds
+        if place_of(self.table, shape) != self.place:
+            holds = min(holds, HOLDS_ELSEWHERE)
+        return SYNC_STEPS * holds
 
 
 class StepChooser:

@@ -59,12 +59,10 @@ def interval(price: Price, visits: int) -> float:
         doublings = min(visits, DOUBLINGS)  # visits go on for days, and floats end at 2**1024
         return min(STEPS[0] / 2 * 2.0**doublings, STEPS[1])
     lost = max(0.0, 1 - price.share) * price.steps
-    full = min(max((lost + price.work) * 1000 / LOSS, STEPS[0]), STEPS[1])
-    young = not visits or (price.share >= HOPELESS and lost <= DEAR)
-    if young and visits < YOUNG:
-        full = min(max(lost * 1000 / LOSS, STEPS[0]), STEPS[1])
-        return max(STEPS[0] / 2, full * visits / YOUNG)
-    return full
+    young = visits < YOUNG and (not visits or (price.share >= HOPELESS and lost <= DEAR))
+    cost = lost if young else lost + price.work
+    full = min(max(cost * 1000 / LOSS, STEPS[0]), STEPS[1])
+    return max(STEPS[0] / 2, full * visits / YOUNG) if young else full
 
 
 class Visits:
