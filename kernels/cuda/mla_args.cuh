@@ -35,7 +35,8 @@ struct Args {
   uint32_t kv_row_bytes;
   const void* tail;           // the tail's keys, row = token; null: they are in kv at out_cache_loc
   uint32_t tail_row_bytes;
-  const void* kv_indptr;      // [bs + 1]
+  const void* kv_indptr;      // [bs]: where a request's prefix begins in kv_indices
+  const void* kv_ends;        // [bs], of the same type: and where it ends; ranges may overlap
   const void* kv_indices;
   const void* qo_indptr;      // [bs + 1]; null: decode, request b has the one row b and no tail
   const void* out_cache_loc;  // [tokens]

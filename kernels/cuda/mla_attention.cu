@@ -91,6 +91,13 @@ uint32_t row_bytes(int64_t stride, bool fp8) {
   return stride >= 0 && stride <= INT32_MAX ? static_cast<uint32_t>(stride * (fp8 ? 1 : 2)) : 1;
 }
 
+// Where prefixes are in kv_indices: one after another, unless their ends are given.
+void set_prefixes(Args& args, const void* kv_indptr, const void* kv_ends, int bytes) {
+  args.kv_indptr = kv_indptr;
+  args.kv_ends = kv_ends != nullptr ? kv_ends : static_cast<const char*>(kv_indptr) + bytes;
+  args.wide_kv_indptr = bytes == 8;
+}
+
 // The cache's type and what its numbers are multiplied by.
 void set_cache(Args& args, float scale, int fp8, float kv_scale) {
   args.fp8 = fp8 != 0;
@@ -128,6 +135,8 @@ extern "C" int64_t overstory_attention_workspace(int heads, int max_q, int block
 // e4m3, whose numbers times kv_scale are keys and values; widths 576 and 512. Row strides in elements; rows of kv and tail begin at multiples of 16 bytes, so do rows of q.
 //   tail         null: the tail's keys are in kv at out_cache_loc; else row i is the key of token i
 //   *_bytes      4 or 8: the integer type of the array before
+//   kv_ends      [bs] like kv_indptr: where prefixes end, which may then overlap; null: where the
+//                next begins
 //   kv_indices   slots (not pages)
 //   mask_bytes   with mask_indptr (int64): FULL_MASK, only the tail columns are read; or
 //   mask_words   one uint64 per token, bit j: it sees row j of its request; or neither, and
@@ -140,8 +149,8 @@ extern "C" int64_t overstory_attention_workspace(int heads, int max_q, int block
 extern "C" int overstory_verify_attention(
     const void* q, int64_t q_token_stride, int64_t q_head_stride, const void* kv,
     int64_t kv_row_stride, const void* tail, int64_t tail_row_stride, const void* kv_indptr,
-    int kv_indptr_bytes, const void* kv_indices, int kv_indices_bytes, const void* qo_indptr,
-    int qo_indptr_bytes, const void* out_cache_loc, int out_cache_loc_bytes,
+    int kv_indptr_bytes, const void* kv_ends, const void* kv_indices, int kv_indices_bytes,
+    const void* qo_indptr, int qo_indptr_bytes, const void* out_cache_loc, int out_cache_loc_bytes,
     const void* mask_bytes, const void* mask_indptr, const void* mask_words, int causal, void* out,
     void* lse, void* workspace, int64_t workspace_bytes, int bs, int tokens, int heads, int max_q,
     float scale, int fp8, float kv_scale, int blocks, int min_chunk, void* stream) {
@@ -154,8 +163,7 @@ extern "C" int overstory_verify_attention(
   args.kv_row_bytes = row_bytes(kv_row_stride, fp8 != 0);
   args.tail = tail;
   args.tail_row_bytes = row_bytes(tail_row_stride, fp8 != 0);
-  args.kv_indptr = kv_indptr;
-  args.wide_kv_indptr = kv_indptr_bytes == 8;
+  set_prefixes(args, kv_indptr, kv_ends, kv_indptr_bytes);
   args.kv_indices = kv_indices;
   args.wide_kv_indices = kv_indices_bytes == 8;
   args.qo_indptr = qo_indptr;
@@ -192,8 +200,7 @@ extern "C" int overstory_decode_attention(
   args.q_head_stride = q_head_stride;
   args.kv = kv;
   args.kv_row_bytes = row_bytes(kv_row_stride, fp8 != 0);
-  args.kv_indptr = kv_indptr;
-  args.wide_kv_indptr = kv_indptr_bytes == 8;
+  set_prefixes(args, kv_indptr, nullptr, kv_indptr_bytes);
   args.kv_indices = kv_indices;
   args.wide_kv_indices = kv_indices_bytes == 8;
   args.mask_mode = kMaskNone;

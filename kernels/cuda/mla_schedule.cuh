@@ -27,7 +27,7 @@ struct Request {
 
 __device__ __forceinline__ Request load_request(const Args& args, int b) {
   Request r;
-  r.prefix = static_cast<int>(load_index(args.kv_indptr, args.wide_kv_indptr, b + 1) -
+  r.prefix = static_cast<int>(load_index(args.kv_ends, args.wide_kv_indptr, b) -
                               load_index(args.kv_indptr, args.wide_kv_indptr, b));
   if (args.qo_indptr == nullptr) {
     r.first_token = b;

@@ -35,6 +35,7 @@ def verify_attention(
     kv_scale: float = 1.0,
     mask_words: torch.Tensor | None = None,
     tail: torch.Tensor | None = None,
+    kv_ends: torch.Tensor | None = None,
     max_q: int | None = None,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
@@ -48,8 +49,9 @@ def verify_attention(
 
     Args:
         q, kv, qo_indptr, kv_indptr, kv_indices, out_cache_loc, custom_mask, mask_indptr, scale,
-            v_head_dim, causal, lse, kv_scale: as there; `mask_indptr` int64, `lse` float32, the
-            mask bool or uint8.
+            v_head_dim, causal, lse, kv_scale, kv_ends: as there; `mask_indptr` int64, `lse`
+            float32, the mask bool or uint8; `kv_ends` of the type of `kv_indptr`, which is [bs]
+            with it.
         mask_words: [tokens] int64 instead of a mask: bit j of a row is set if it sees row j of its
             request (`reference.packed_mask`, flattened).
         tail: [tokens, D] keys of the rows themselves, instead of those in `kv` at `out_cache_loc`,
@@ -71,7 +73,7 @@ def verify_attention(
     rows = min(q.shape[0], MAX_ROWS) if max_q is None else max_q
     blocks, min_chunk = _numbers(schedule)
     _verify(
-        q, kv, qo_indptr, kv_indptr, kv_indices, out_cache_loc, custom_mask, mask_indptr,
+        q, kv, qo_indptr, kv_indptr, kv_ends, kv_indices, out_cache_loc, custom_mask, mask_indptr,
         mask_words, tail, scale, kv_scale, v_head_dim, causal, max(rows, 1), blocks, min_chunk, out,
         lse, workspace,
     )  # fmt: skip
@@ -133,10 +135,11 @@ def _numbers(schedule: Schedule | None) -> tuple[int, int]:
 
 
 @register(
-    "verify_attention(Tensor q, Tensor kv, Tensor qo_indptr, Tensor kv_indptr, Tensor kv_indices, "
-    "Tensor out_cache_loc, Tensor? custom_mask, Tensor? mask_indptr, Tensor? mask_words, "
-    "Tensor? tail, float scale, float kv_scale, int v_head_dim, bool causal, int max_q, "
-    "int blocks, int min_chunk, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace) -> ()",
+    "verify_attention(Tensor q, Tensor kv, Tensor qo_indptr, Tensor kv_indptr, Tensor? kv_ends, "
+    "Tensor kv_indices, Tensor out_cache_loc, Tensor? custom_mask, Tensor? mask_indptr, "
+    "Tensor? mask_words, Tensor? tail, float scale, float kv_scale, int v_head_dim, bool causal, "
+    "int max_q, int blocks, int min_chunk, Tensor(a!) out, Tensor(b!)? lse, "
+    "Tensor(c!)? workspace) -> ()",
     check_verify,
 )
 def _verify(
@@ -144,6 +147,7 @@ def _verify(
     kv: torch.Tensor,
     qo_indptr: torch.Tensor,
     kv_indptr: torch.Tensor,
+    kv_ends: torch.Tensor | None,
     kv_indices: torch.Tensor,
     out_cache_loc: torch.Tensor,
     custom_mask: torch.Tensor | None,
@@ -166,7 +170,7 @@ def _verify(
         if lse is not None:
             lse.fill_(-torch.inf)
         if mask_words is not None:
-            custom_mask, mask_indptr = _full_mask_of(mask_words, qo_indptr, kv_indptr)
+            custom_mask, mask_indptr = _full_mask_of(mask_words, qo_indptr, kv_indptr, kv_ends)
         if tail is not None:
             cache = kv.view(kv.shape[0], kv.shape[-1])
             out_cache_loc = torch.arange(len(tail), device=kv.device) + len(cache)
@@ -174,6 +178,7 @@ def _verify(
         result = reference.verify_attention(
             q, kv, qo_indptr, kv_indptr, kv_indices, out_cache_loc, custom_mask, mask_indptr,
             scale=scale, v_head_dim=v_head_dim, causal=causal, lse=lse, kv_scale=kv_scale,
+            kv_ends=kv_ends,
         )  # fmt: skip
         owned = slice(int(qo_indptr[0]), int(qo_indptr[-1]))
         out.zero_()
@@ -198,6 +203,7 @@ def _verify(
         tail_row_stride=0 if tail is None else tail.stride(0),
         kv_indptr=kv_indptr,
         kv_indptr_bytes=kv_indptr.element_size(),
+        kv_ends=kv_ends,
         kv_indices=kv_indices,
         kv_indices_bytes=kv_indices.element_size(),
         qo_indptr=qo_indptr,
@@ -288,13 +294,17 @@ def _schedule(blocks: int, min_chunk: int) -> Schedule | None:
 
 
 def _full_mask_of(
-    words: torch.Tensor, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor
+    words: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_ends: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same mask in FULL_MASK layout; its prefix columns are never read."""
-    rows_of, prefix_of = qo_indptr.tolist(), kv_indptr.tolist()
+    rows_of, kv_begins = qo_indptr.tolist(), kv_indptr.tolist()
+    ends = kv_begins[1:] if kv_ends is None else kv_ends.tolist()
     parts, begins = [], [0]
     for b, (first, end) in enumerate(itertools.pairwise(rows_of)):
-        n, prefix = end - first, prefix_of[b + 1] - prefix_of[b]
+        n, prefix = end - first, ends[b] - kv_begins[b]
         bits = torch.arange(n, device=words.device)
         tail = ((words[first:end].unsqueeze(1) >> bits) & 1).bool()
         parts.append(torch.nn.functional.pad(tail, (prefix, 0)).flatten())

@@ -23,6 +23,7 @@ def check_verify(
     kv: torch.Tensor,
     qo_indptr: torch.Tensor,
     kv_indptr: torch.Tensor,
+    kv_ends: torch.Tensor | None,
     kv_indices: torch.Tensor,
     out_cache_loc: torch.Tensor,
     custom_mask: torch.Tensor | None,
@@ -47,7 +48,11 @@ def check_verify(
         raise ValueError("qo_indptr is empty; want [bs + 1]")
     check_range("max_q", max_q, 1, 64)
     check_tensor("qo_indptr", qo_indptr, [bs + 1], INTS, device)
-    check_tensor("kv_indptr", kv_indptr, [bs + 1], INTS, device)
+    if kv_ends is None:
+        check_tensor("kv_indptr", kv_indptr, [bs + 1], INTS, device)
+    else:
+        check_tensor("kv_indptr (with kv_ends)", kv_indptr, [bs], INTS, device)
+        check_tensor("kv_ends", kv_ends, [bs], (kv_indptr.dtype,), device)
     check_tensor("out_cache_loc", out_cache_loc, [tokens], INTS, device)
     if (custom_mask is None) != (mask_indptr is None):
         raise ValueError("custom_mask and mask_indptr go together")

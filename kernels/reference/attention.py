@@ -32,6 +32,7 @@ def verify_attention(
     causal: bool = True,
     lse: torch.Tensor | None = None,
     kv_scale: float = 1.0,
+    kv_ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of each request's rows to its prefix and to its own rows (the tail).
 
@@ -56,6 +57,8 @@ def verify_attention(
             logarithm) where given.
         kv_scale: of an e4m3 cache: its numbers times this are keys and values, of prefix and tail
             alike (SGLang's Triton kernel takes the tail's keys before they are rounded).
+        kv_ends: [bs] int like kv_indptr, which then needs no last element: the prefix of request b
+            is kv_indices[kv_indptr[b] : kv_ends[b]], and prefixes may overlap.
 
     Returns:
         [tokens, heads, v_head_dim] in q's dtype. A row that sees nothing gives 0 (lse -inf).
@@ -70,11 +73,12 @@ def verify_attention(
     cache = kv.view(kv.shape[0], kv.shape[-1])
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(q.shape[0], q.shape[1], v_head_dim)
-    rows_of, prefix_of = qo_indptr.tolist(), kv_indptr.tolist()
+    rows_of, begins = qo_indptr.tolist(), kv_indptr.tolist()
+    ends = begins[1:] if kv_ends is None else kv_ends.tolist()
     masks_of = [] if mask_indptr is None else mask_indptr.tolist()
     for b, (first, end) in enumerate(itertools.pairwise(rows_of)):
-        n, prefix = end - first, prefix_of[b + 1] - prefix_of[b]
-        slots = torch.cat((kv_indices[prefix_of[b] : prefix_of[b + 1]], out_cache_loc[first:end]))
+        n, prefix = end - first, ends[b] - begins[b]
+        slots = torch.cat((kv_indices[begins[b] : ends[b]], out_cache_loc[first:end]))
         keys = _gather(cache, slots, dtype, kv_scale)
         for start in range(0, n, _BLOCK):
             stop = min(start + _BLOCK, n)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import attention_hazards as hazards
 import pytest
@@ -53,6 +54,19 @@ def test_calls_share_a_workspace() -> None:
 @pytest.mark.parametrize("prefix", [50, 5000])
 def test_repeated_slots(prefix: int) -> None:
     hazards.check_repeated_slots("cuda", prefix)
+
+
+@pytest.mark.parametrize(
+    ("requests", "options"),
+    [
+        ([(5000, 1000)], {}),
+        ([(0, 200), (20_000, 130), (300, 1)], {"heads": 16, "unowned": 40}),
+        ([(3000, 300)], {"heads": 4, "kv_scale": 0.4, "page_size": 64}),
+        ([(500, 700)], {"heads": 2, "index_dtype": torch.int32}),
+    ],
+)
+def test_blocks_of_rows(requests: list[tuple[int, int]], options: dict[str, Any]) -> None:
+    hazards.check_blocks_of_rows("cuda", requests, **options)
 
 
 def test_queries_more_than_32_bits_apart() -> None:

@@ -86,6 +86,7 @@ def verify(
         tail_row_stride=0 if tail is None else tail.stride(0),
         kv_indptr=kv_indptr,
         kv_indptr_bytes=bytes_of(kv_indptr),
+        kv_ends=None,
         kv_indices=case.kv_indices,
         kv_indices_bytes=bytes_of(case.kv_indices),
         qo_indptr=qo_indptr,

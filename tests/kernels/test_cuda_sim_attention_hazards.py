@@ -1,6 +1,7 @@
 """Kinds of bugs that attention kernels had elsewhere, in the simulator; tests/gpu has the same."""
 
 import shutil
+from typing import Any
 
 import attention_hazards as hazards
 import pytest
@@ -45,6 +46,25 @@ def test_inputs_stay() -> None:
 
 def test_calls_share_a_workspace() -> None:
     hazards.check_calls_share_a_workspace("cpu", 40, 2)
+
+
+@pytest.mark.parametrize(
+    ("requests", "heads", "options"),
+    [
+        ([(37, 150)], 8, {}),
+        ([(16, 130), (0, 70), (3, 1)], 4, {"unowned": 5}),
+        ([(100, 65)], 2, {"kv_scale": 0.4}),
+        pytest.param([(5, 200), (64, 64)], 16, {"page_size": 16}, marks=full),
+    ],
+)
+@pytest.mark.parametrize("schedule", [None, hazards.FINE])
+def test_blocks_of_rows(requests: Any, heads: int, options: Any, schedule: Any) -> None:
+    hazards.check_blocks_of_rows("cpu", requests, heads=heads, schedule=schedule, **options)
+
+
+def test_more_blocks_than_lanes() -> None:
+    """More requests than a warp looks at a time, one list of slots for all."""
+    hazards.check_blocks_of_rows("cpu", [(9, 70)], size=1, heads=2, schedule=hazards.FINE)
 
 
 def test_repeated_slots() -> None:

@@ -33,9 +33,9 @@ def verify(case: Case, mask: str = "bytes", dense: bool = False, **options: Any)
     ops.verify_attention(
         case.q,
         case.kv,
-        case.qo_indptr,
-        case.kv_indptr,
-        case.kv_indices,
+        options.pop("qo_indptr", case.qo_indptr),
+        options.pop("kv_indptr", case.kv_indptr),
+        options.pop("kv_indices", case.kv_indices),
         case.out_cache_loc,
         scale=case.scale,
         kv_scale=case.kv_scale or 1.0,
@@ -184,3 +184,37 @@ def check_repeated_slots(device: str, prefix: int = 50) -> None:
     case.kv_indices[10 : prefix - 10] = case.kv_indices[3]
     case.kv_indices[prefix : 2 * prefix] = case.kv_indices[:prefix]
     check(verify(case, schedule=FINE), case.expected())
+
+
+def in_blocks(case: Case, size: int = 64) -> dict[str, Any]:
+    """Arguments by which the requests of a case are cut in blocks of `size` rows, each behind all
+    keys before it in one list of slots."""
+    begins, ends, rows, indices = [], [], [0], []
+    prefixes = case.kv_indices.split([prefix for prefix, _ in case.requests])
+    own = case.out_cache_loc[: case.owned].split([n for _, n in case.requests])
+    begin = 0
+    for prefix, mine, (length, n) in zip(prefixes, own, case.requests, strict=True):
+        indices += [prefix, mine]
+        for first in range(0, n, size):
+            begins.append(begin)
+            ends.append(begin + length + first)
+            rows.append(rows[-1] + min(size, n - first))
+        begin += length + n
+    ints = {"dtype": torch.int32, "device": case.device}
+    return {
+        "qo_indptr": torch.tensor(rows, **ints),
+        "kv_indptr": torch.tensor(begins, **ints),
+        "kv_ends": torch.tensor(ends, **ints),
+        "kv_indices": torch.cat(indices),
+        "max_q": size,
+    }
+
+
+def check_blocks_of_rows(
+    device: str, requests: list[tuple[int, int]], size: int = 64, **options: Any
+) -> None:
+    """Requests of (prefix, rows) in blocks are causal attention over the whole of each. `options`:
+    of `Case`, and `schedule`."""
+    schedule = options.pop("schedule", None)
+    case = Case(requests, tail=chain, device=device, **options)
+    check(verify(case, "causal", schedule=schedule, **in_blocks(case, size)), case.expected())

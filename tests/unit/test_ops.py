@@ -127,6 +127,22 @@ def test_forms_of_attention_that_the_reference_does_not_have() -> None:
     torch.testing.assert_close(got, want)
 
 
+def test_prefixes_that_overlap() -> None:
+    """Two requests of two rows, the second behind all keys of the first: one of four, causal. With
+    words for a mask too."""
+    inputs = attention_inputs()
+    want = reference.verify_attention(**inputs)
+    inputs["kv_indices"] = torch.cat((inputs["kv_indices"], inputs["out_cache_loc"]))
+    blocks = {
+        "qo_indptr": torch.tensor([0, 2, 4]),
+        "kv_indptr": torch.tensor([0, 0]),
+        "kv_ends": torch.tensor([7, 9]),
+    }
+    torch.testing.assert_close(ops.verify_attention(**inputs | blocks), want)
+    words = torch.tensor([1, 3, 1, 3])
+    torch.testing.assert_close(ops.verify_attention(**inputs | blocks, mask_words=words), want)
+
+
 def test_rows_that_no_request_owns_give_nothing() -> None:
     """As of a batch that is padded to what was captured."""
     inputs = attention_inputs()
@@ -151,6 +167,11 @@ def test_rows_that_no_request_owns_give_nothing() -> None:
         ({"lse": torch.empty(4, 2).double()}, r"lse is torch\.float64"),
         ({"tail": torch.empty(3, 24)}, "tail has 3 rows; q has 4"),
         ({"mask_words": torch.ones(4)}, r"mask_words is torch\.float32"),
+        ({"kv_ends": torch.tensor([7])}, r"kv_indptr \(with kv_ends\) has shape \[2\]; want \[1\]"),
+        (
+            {"kv_indptr": torch.tensor([0]), "kv_ends": torch.tensor([7], dtype=torch.int32)},
+            r"kv_ends is torch\.int32; want torch\.int64",
+        ),
     ],
 )
 def test_bad_arguments_of_attention_are_named(change: dict[str, Any], message: str) -> None:
@@ -198,8 +219,23 @@ def test_torch_knows_what_each_op_writes() -> None:
     out, tree = torch.empty(4, 2, 16), ops.tree_build(*candidates(), 3)
     calls = {
         "verify_attention": (
-            *(inputs[name] for name in ("q", "kv", "qo_indptr", "kv_indptr", "kv_indices")),
-            *(inputs["out_cache_loc"], None, None, None, None, 0.2, 1.0, 16, True, 4, 0, 0, out),
+            *(inputs["q"], inputs["kv"], inputs["qo_indptr"], torch.tensor([0]), torch.tensor([7])),
+            *(
+                inputs["kv_indices"],
+                inputs["out_cache_loc"],
+                None,
+                None,
+                None,
+                None,
+                0.2,
+                1.0,
+                16,
+                True,
+                4,
+                0,
+                0,
+                out,
+            ),
             *(torch.empty(4, 2), None),
         ),
         "tree_accept": (
