@@ -171,7 +171,6 @@ def test_two_ranks_whose_hosts_run_ahead_choose_alike() -> None:
     first, second = (StepChooser(OPTIONS, ranks.of(rank), False) for rank in (0, 1))
     for one in (first, second):
         one.start(table_of((700, 800, 810, 820, 840, 880)), 0.05)
-        one.captured(lambda rows: next(tier for tier in (1, 8, 16, 32) if tier >= rows))
     whys, unseen = set(), [0, 0]
     for step, now in enumerate(what_comes((first, second), dice, 6000, 300)):
         policy, told = first.next(now)
@@ -433,25 +432,33 @@ def test_the_rule_hardly_costs_the_host_anything(monkeypatch: pytest.MonkeyPatch
     assert a_step < 40, a_step
 
 
-def test_options_that_run_in_one_graph_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trees of 8 and 15 nodes take the graph of 16 rows, grown to fill it; chains their own."""
+def test_an_option_is_what_its_graph_drafts() -> None:
+    """Trees are grown until they fill their graph: of 4 nodes to 7, of 8 to 15."""
     one = StepChooser(OPTIONS, FakeRanks().of(0), True)
-    one.start(table_of(), 0.0)
-    asked: list[tuple[int, ...]] = []
-    none = Beliefs.none(len(OPTIONS), places_of(table_of()))
-    monkeypatch.setattr(one, "_agree", lambda _auto, _shape, some: asked.append(some) or none)
-    one.next(batch(req()))
     one.captured(lambda rows: next(tier for tier in (1, 8, 16, 32) if tier >= rows))
-    for rule in ("auto", "auto<=8"):
+    assert one.options.names == ("plain", "chain", "tree-7", "tree-15", "tree-31")
+    assert one.options.nodes == (0, 7, 7, 15, 31)
+    assert one.options.bands == ((1, 7), (8, 15), (16, 31))
+
+
+def test_a_bound_is_grown_as_a_tree_of_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fixed tree of 4 nodes runs in the graph of 8 rows too, so a bound of 4 does not leave plain
+    decoding alone."""
+    one = StepChooser(OPTIONS, FakeRanks().of(0), True)
+    one.captured(lambda rows: next(tier for tier in (1, 8, 16, 32) if tier >= rows))
+    costs = {(o, 0, 0): 1000 + o for o in range(len(one.options))}
+    table = CostTable.measured(one.options.names, (1,), (256,), costs)
+    one.start(table, 0.0)
+    asked: list[tuple[int, ...]] = []
+    none = Beliefs.none(len(one.options), places_of(table))
+    monkeypatch.setattr(one, "_agree", lambda _auto, _shape, some: asked.append(some) or none)
+    for rule in ("auto<=4", "auto<=7", "auto<=8", "auto<=31", "auto"):
         tree_policy.HOLDER.set_current(parse_policy(rule))
         for _ in range(chooser.SYNC_STEPS):
             one.next(batch(req()))
-    names = [[OPTIONS.names[option] for option in some] for some in asked]
-    assert names == [
-        ["plain", "chain", "tree-4", "tree-8", "tree-15", "tree-31"],
-        ["plain", "chain", "tree-4", "tree-15", "tree-31"],
-        ["plain", "chain", "tree-4", "tree-8"],
-    ]
+    every = ["plain", "chain", "tree-7", "tree-15", "tree-31"]
+    names = [[one.options.names[option] for option in some] for some in asked]
+    assert names == [every[:3], every[:3], every[:4], every, every]
 
 
 def test_a_bound_holds_from_the_next_step_on(monkeypatch: pytest.MonkeyPatch) -> None:

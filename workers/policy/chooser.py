@@ -272,10 +272,11 @@ class StepChooser:
         self._auto = _Auto(table, steering, none)
 
     def captured(self, rows_run: Callable[[int], int]) -> None:
-        """Steps run in graphs of so many rows as ``rows_run`` gives for the rows wanted, grown to
-        fill them: options of one graph are one option, and each would be tried for nothing."""
-        self._rows_run = rows_run
-        self._allowed.clear()
+        """Steps run in graphs of so many rows as ``rows_run`` gives for the rows wanted, and trees
+        are grown to fill them: there is an option for each graph, of what it really drafts. Before
+        `start`."""
+        assert self._auto is None, "the table and what is believed are of the options before"
+        self.options, self._rows_run = self.options.grown(rows_run), rows_run
 
     def next(self, batch: ScheduleBatch) -> tuple[TreePolicy, str]:
         """Policy of the step that now begins, and a text of what it was decided by, for digests."""
@@ -412,7 +413,7 @@ class StepChooser:
     def _decide(self, auto: _Auto, rule: AutoPolicy, shape: Shape) -> Decision:
         allowed = self._allowed.get(rule.most)
         if allowed is None:
-            allowed = self._allowed[rule.most] = self._different(rule.most)
+            allowed = self._allowed[rule.most] = self._permitted(rule.most)
         auto.since += 1
         if auto.since == 0 or auto.since >= auto.due(shape):
             auto.beliefs = self._agree(auto, shape, allowed)
@@ -429,14 +430,11 @@ class StepChooser:
             auto.before = decision.option
         return decision
 
-    def _different(self, most: int | None) -> tuple[int, ...]:
-        """Options that a rule of ``most`` nodes allows, the largest of those that run alike."""
-        found = {}
-        for option in self.options.allowed(most):
-            rows = 1 + self.options.nodes[option]
-            mode = self.options.policies[option].mode
-            found[mode, self._rows_run(rows)] = option
-        return tuple(found.values())
+    def _permitted(self, most: int | None) -> tuple[int, ...]:
+        """Options that a rule of ``most`` nodes allows; the bound is grown as a tree of it is."""
+        if most is not None and most < self.options.nodes[-1]:
+            most = self._rows_run(1 + most) - 1
+        return self.options.allowed(most)
 
     def _following(self, auto: _Auto, decision: Decision, shape: Shape) -> _Choice:
         """What follows from a decision: mostly what followed in the step before."""

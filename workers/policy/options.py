@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -30,13 +31,25 @@ class Options:
     @classmethod
     def of(cls, block_size: int, max_nodes: int) -> Options:
         """Options of an engine with room for ``max_nodes`` and a drafter of ``block_size``."""
-        budgets = sorted({*(n for n in TIERS if n < max_nodes), max_nodes})
+        return cls._with(block_size, {*(n for n in TIERS if n < max_nodes), max_nodes})
+
+    @classmethod
+    def _with(cls, block_size: int, budgets: set[int]) -> Options:
         policies = (
             TreePolicy("plain"),
             TreePolicy("chain"),
-            *(TreePolicy("tree", nodes) for nodes in budgets),
+            *(TreePolicy("tree", nodes) for nodes in sorted(budgets)),
         )
         return cls(policies, tuple(policy.drafted_nodes(block_size) for policy in policies))
+
+    def grown(self, rows_run: Callable[[int], int]) -> Options:
+        """These options where trees are grown until they fill the rows that a step has anyway.
+
+        Args:
+            rows_run: rows that a step has, root included, by the rows that are wanted.
+        """
+        block_size = 1 + self.nodes[CHAIN]
+        return Options._with(block_size, {rows_run(1 + n) - 1 for n in self.nodes[FIRST_TREE:]})
 
     def __len__(self) -> int:
         return len(self.policies)
