@@ -33,6 +33,7 @@ from slice_roles import (
     SIMILAR,
     Role,
     auto_left,
+    auto_needed_s,
     is_complete,
     needed_s,
     not_built,
@@ -42,8 +43,8 @@ RANKS = 8
 MOST_ROWS = 33
 LONG_CONTEXT = 200_000
 SHORT_LONG = 20_000
-TABLE_S, AUTO_S = 8.0, 14.0
-"""Seconds of the automatic policy's cost table; what a point of it may need."""
+TABLE_S = 8.0
+"""Seconds of the automatic policy's cost table."""
 LONG_SLOTS = 3_800_000
 """Their last elements are beyond 2^31."""
 TOY = os.environ.get("RANK_SLICE_TOY") == "1"
@@ -137,7 +138,7 @@ class Measurement:
             at = context if not TOY else min(context, 160)
             one = Cell(batch, at, (), "overstory")
             room = worker.model_runner.token_to_kv_pool.size
-            if slots([one], MOST_ROWS) > room or self._left() < AUTO_S:
+            if slots([one], MOST_ROWS) > room or self._left() < auto_needed_s(batch, context):
                 self._left_out.append(f"auto: {kind} {batch} {context}")
                 self._report.put("left_out", self._left_out)
                 continue

@@ -1,7 +1,7 @@
 """What the rank slice found beside timed points, as text for its page. Pure but for the files.
 
 slice_counted.py SESSION_FOLDER                           prints it
-slice_counted.py keep COMMIT=SESSION_FOLDER... > FILE.json
+slice_counted.py keep [OLDER.json...] COMMIT=SESSION_FOLDER... > FILE.json
 slice_counted.py FILE.json PAGE.md                        fills the page's marked blocks
 
 Experts counted against rows, the automatic policy and the long prompt, of sessions of
@@ -79,26 +79,34 @@ def automatic(found: Iterable[Mapping[str, Any]]) -> list[str]:
     """The automatic policy against the best fixed one, tokens a second, and what it took.
 
     Args:
-        found: of `slice_auto.AutoBench.cell`, with the ``commit``; of several for a point of a
-            commit the last counts.
+        found: of `slice_auto.AutoBench.cell`, with the ``commit``; of several for a point the last
+            counts.
     """
-    where = ("commit", "drafter", "batch", "context")
-    at = {tuple(row.get(name, "") for name in where): row for row in found}
-    head = ("commit", "drafter (simulated)", "batch", "context", "best fixed", "tokens/s", "auto")
-    lines = [table_row([*head, "of it", "steps timed under auto"]), "|" + "---|" * (len(head) + 2)]
+    where = ("drafter", "batch", "context")
+    at = {tuple(row[name] for name in where): row for row in found}
+    head = ("drafter (simulated)", "batch", "context", "best fixed", "tokens/s", "auto", "of it")
+    lines = [table_row([*head, "steps timed under auto", "commit"]), "|" + "---|" * (len(head) + 2)]
     for place, row in sorted(at.items()):
         best, auto = row["rates"][row["best"]], row["rates"]["auto"]
         took = ", ".join(f"{name} {count}" for name, count in row["used"].items())
         cells = (*place, row["best"], f"{best:.0f}", f"{auto:.0f}", f"{auto / best:.1%}", took)
-        lines.append(table_row(cells))
+        lines.append(table_row([*cells, row.get("commit", "")]))
     return lines
 
 
-def kept(sessions: Iterable[tuple[str, Path]]) -> dict[str, Any]:
-    """What is stored of sessions, each a commit and a folder: `KEPT` of each role."""
-    roles = []
-    for commit, folder in sessions:
-        for name, role in results(folder).items():
+def kept(words: Iterable[str]) -> dict[str, Any]:
+    """What is stored of sessions: `KEPT` of each role, in the order of the words.
+
+    Args:
+        words: COMMIT=SESSION_FOLDER, or a file that an earlier call wrote.
+    """
+    roles: list[dict[str, Any]] = []
+    for word in words:
+        commit, separator, folder = word.partition("=")
+        if not separator:
+            roles += json.loads(Path(word).read_text())["roles"]
+            continue
+        for name, role in results(Path(folder)).items():
             if found := {key: role[key] for key in KEPT if key in role}:
                 roles.append({"role": name, "commit": commit, "layers": role["layers"]} | found)
     return {"roles": roles}
@@ -125,8 +133,7 @@ def fill(text: str, stored: Mapping[str, Any]) -> str:
 def main() -> None:
     first, *others = sys.argv[1:]
     if first == "keep":
-        sessions = [(word.partition("=")[0], Path(word.partition("=")[2])) for word in others]
-        print(json.dumps(kept(sessions), separators=(",", ":")))
+        print(json.dumps(kept(others), separators=(",", ":")))
         return
     if others:
         page = Path(others[0])

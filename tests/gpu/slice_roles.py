@@ -48,6 +48,7 @@ ROLES = {
     "again": Role(None, 4, {}, tuple(again())),
     "auto": Role(None, 4, {}, (), auto=("fits", "fits badly")),
     "auto_fits": Role(None, 4, {}, (), auto=("fits",)),
+    "auto_badly": Role(None, 4, {}, (), auto=("fits badly",)),
     "rest": Role(None, 4, {}, (*goals(), *rest()), auto=("fits badly",)),
     "few_long": Role(4, 0, {}, tuple(longest()), early=True),
     "moe_triton": Role(4, 0, {"moe_runner_backend": "triton"}, tuple(levers()), early=True),
@@ -79,6 +80,12 @@ def auto_left(role: Role, found: Sequence[Mapping[str, Any]]) -> list[tuple[str,
 def needed_s(cell: Cell, layers: int) -> float:
     """Seconds that a cell may need: Triton's steps take seconds with all 61 layers."""
     return 3 + (cell.backend == "triton") * (2 + cell.batch * cell.context / 12_000 * layers / 61)
+
+
+def auto_needed_s(batch: int, context: int) -> float:
+    """Seconds that a point of the automatic policy may need; 16 requests of 65,536 tokens take 19,
+    200 steps of 70 ms among them."""
+    return 12 + batch * context / 131_072
 
 
 def is_complete(role: Role, content: Mapping[str, Any], cells: Sequence[Cell]) -> bool:

@@ -67,7 +67,7 @@ def serving_us(point: Point) -> float:
 
 def exchanges_us(batch: int, rows: int) -> float:
     """Modelled microseconds of a step's all-reduces over eight RTX PRO 6000, two a layer."""
-    replica = _kimi(RTX_PRO_6000)
+    replica = kimi_on(RTX_PRO_6000)
     size = 2.0 * batch * rows * replica.target.hidden_size
     return 2e6 * replica.target.num_layers * all_reduce(replica, size)
 
@@ -279,14 +279,15 @@ def _facts() -> tuple[TargetFacts, DrafterFacts]:
     return target_from_config("kimi", target), drafter_from_config("dflash", drafter)
 
 
-def _kimi(gpu: GpuFacts) -> Replica:
+def kimi_on(gpu: GpuFacts) -> Replica:
+    """A replica of the slice's model and drafter."""
     return Replica(*_facts(), gpu, RANKS)
 
 
 def model_step(point: Point) -> StepTime:
     """The capacity model of a rank that exchanges nothing, as the slice did not."""
     silent = replace(H200, inside=Link(0.0, math.inf, "none"))
-    return step_time(_kimi(silent), point["batch"], point["rows"], point["context"])
+    return step_time(kimi_on(silent), point["batch"], point["rows"], point["context"])
 
 
 def against_model(points: Iterable[Point]) -> list[str]:
@@ -339,7 +340,7 @@ def eight_h200(points: Iterable[Point]) -> list[str]:
 
 def _with_nvlink(point: Point) -> float:
     size = 2.0 * point["batch"] * point["rows"]
-    replica = _kimi(H200)
+    replica = kimi_on(H200)
     exchange = all_reduce(replica, size * replica.target.hidden_size)
     return serving_us(point) + 2e6 * replica.target.num_layers * exchange
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import sys
@@ -250,14 +249,16 @@ def test_the_page_s_counts_are_those_that_are_stored() -> None:
 
 
 def test_the_page_tells_how_many_points_the_automatic_budget_reached() -> None:
-    """Within 2% of the best fixed one, by commit."""
-    text = PAGES[0].read_text()
-    block = re.search("<!-- counted automatic -->(.*?)<!-- end -->", text, re.DOTALL)
-    assert block is not None
-    cells = [line.split("|") for line in block[1].strip().splitlines()[2:]]
-    for commit in {row[1].strip() for row in cells}:
-        reached = [float(row[8].strip(" %")) >= 98 for row in cells if row[1].strip() == commit]
-        assert f"{sum(reached)} of {len(reached)} points at {commit}" in text
+    """Within 2% of the best fixed one, by commit, the last time at each point."""
+    roles = json.loads(ROWS_FILE.with_suffix(".json").read_text())["roles"]
+    text, reached = PAGES[0].read_text(), dict[str, dict[tuple[str, int, int], bool]]()
+    for role in roles:
+        for row in role.get("auto", []):
+            where = row["drafter"], row["batch"], row["context"]
+            reached.setdefault(role["commit"], {})[where] = round(row["of_best"], 3) >= 0.98
+    assert len(reached) > 2
+    for commit, points in reached.items():
+        assert f"{sum(points.values())} of {len(points)} points at {commit}" in text
 
 
 def test_independent_rows_touch_the_experts_that_the_plan_counts() -> None:
@@ -289,31 +290,13 @@ def test_memory_was_flat_over_a_long_prompt_and_far_slots_are_no_others() -> Non
 
 
 def test_attention_s_share_is_beside_its_goal() -> None:
-    """By hand for 65k: 4043.2 of 14494.2 us; for a quarter of the step a layer may take 57.1."""
+    """By hand for 65k: 3898.7 of 14368.7 us; for a quarter of the step a layer may take 57.2."""
     points = merged(read(ROWS_FILE))
     line = next(line for line in TABLES["goals"](points) if line.startswith("| 65536 "))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells[1:7] == ["14.49", "4.04", "27.9%", "25%", "66.3", "57.1"]
-    with_exchanges = 4043.2 / (14494.2 + exchanges_us(1, 9))
+    assert cells[1:7] == ["14.37", "3.90", "27.1%", "25%", "63.9", "57.2"]
+    with_exchanges = 3898.7 / (14368.7 + exchanges_us(1, 9))
     assert cells[7] == f"{with_exchanges:.1%}"
-
-
-def test_the_page_says_what_the_newer_loop_makes_of_the_shares() -> None:
-    """Computed: a layer's attention less what the loop takes less, in 61 layers."""
-    with (ROWS_FILE.parent / "kernels_h200_loop_ab.csv").open(newline="") as file:
-        us = {
-            (row["variant"], int(row["context"])): float(row["us_median"])
-            for row in csv.DictReader(file)
-            if (row["op"], row["bs"], row["q"]) == ("verify_attention", "1", "9")
-        }
-    points = {tuple(p[name] for name in WHERE): p for p in whole(merged(read(ROWS_FILE)))}
-    told = []
-    for context in (65536, 200_000):
-        point = points["overstory", 1, context, 9]
-        less = 61 * (us["in use", context] - us["lean, whole values", context])
-        share = (point["stages_us"]["attention"] - less) / (serving_us(point) - less)
-        told.append(f"{share:.1%}")
-    assert f"{' and '.join(told)}\n  (computed" in PAGES[0].read_text()
 
 
 def test_attention_is_the_two_kernels_of_the_verify_alone() -> None:
@@ -331,7 +314,7 @@ def test_the_capacity_model_meets_every_measured_step() -> None:
     for point in whole(merged(read(ROWS_FILE))):
         if point["backend"] == "overstory":
             said = 1e6 * model_step(point).total
-            assert said == pytest.approx(serving_us(point), rel=0.15), point
+            assert said == pytest.approx(serving_us(point), rel=0.11), point
 
 
 def test_the_plot_is_that_of_its_rows() -> None:
@@ -353,7 +336,7 @@ def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
     with file.open("w") as out:
         write(points, {}, out)
     assert [p | COMMON for p in read(file)] == [p | COMMON for p in points]
-    assert len(points) == 116
+    assert len(points) == 121
 
 
 def test_tables_keep_the_last_timed_of_equal_points() -> None:

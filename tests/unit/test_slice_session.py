@@ -227,7 +227,8 @@ def test_the_automatic_policy_is_weighed_against_the_best_fixed_one(rule: list[s
     assert all(walk.chain for walk in engine.walks)
     line = automatic([found | {"drafter": "fits", "commit": "abc"}])[2]
     assert f"| {found['of_best']:.1%} |" in line
-    assert line.startswith(f"| abc | fits | 4 | 1024 | chain | {4 * chain / 0.010:.0f} |")
+    assert line.startswith(f"| fits | 4 | 1024 | chain | {4 * chain / 0.010:.0f} |")
+    assert line.endswith("| abc |")
 
 
 def test_a_trial_counts_by_its_share_of_all_timed_steps() -> None:
@@ -368,13 +369,15 @@ def test_what_is_kept_of_sessions_fills_a_page(tmp_path: Path) -> None:
         long = {"layers": 3, "chunks": [{"seconds": 0.5}], "long": {"tokens": 8192}}
         (roles / "long.json").write_text(json.dumps(long))
         (roles / "empty.json").write_text(json.dumps({"layers": 4, "errors": {}}))
-    stored = kept([("abc", tmp_path / "one"), ("abc", tmp_path / "two")])
+    older = tmp_path / "older.json"
+    older.write_text(json.dumps(kept([f"abc={tmp_path / 'one'}"])))
+    stored = kept([str(older), f"abc={tmp_path / 'two'}"])
     assert [role["role"] for role in stored["roles"]] == ["auto", "long"] * 2
     assert {role["commit"] for role in stored["roles"]} == {"abc"}
     assert "errors" not in stored["roles"][0]
     page = "a\n<!-- counted automatic -->\nold\n<!-- end -->\nb\n<!-- counted long --><!-- end -->"
     text = fill(page, json.loads(json.dumps(stored)))
-    assert text.count("| abc | fits | 1 | 1024 | chain | 100 | 99 | 99.0% | chain 128 |") == 1
+    assert text.count("| fits | 1 | 1024 | chain | 100 | 99 | 99.0% | chain 128 | abc |") == 1
     assert "90.0%" not in text
     assert "old" not in text
     assert "- prompt of 8192 tokens: to its end" in text
