@@ -46,22 +46,31 @@ def batch_of(mode: ForwardMode, lengths: list[int], written: torch.Tensor, rows:
     )
 
 
+def backend_over(
+    monkeypatch: pytest.MonkeyPatch, pool: MLATokenToKVPool, table: torch.Tensor
+) -> cuda_attention.OverstoryAttention:
+    monkeypatch.setattr(cuda_attention, "attention_shape", lambda _: AttentionShape(8, 3))
+    runner = SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(req_to_token=table), token_to_kv_pool=pool
+    )
+    return cuda_attention.OverstoryAttention(runner, others=None)  # type: ignore[arg-type]
+
+
+def layer_of(scale: float | None) -> Any:
+    return SimpleNamespace(
+        layer_id=0, scaling=0.05, v_head_dim=512, tp_q_head_num=8, qk_head_dim=576,
+        k_scale=None if scale is None else torch.tensor(scale), k_scale_float=scale,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("scale", [None, SCALE])
 def test_the_backend_writes_and_reads_such_a_pool(
     monkeypatch: pytest.MonkeyPatch, scale: float | None
 ) -> None:
     """Verify of three rows, then decode of one, over two requests; on the reference ops."""
-    monkeypatch.setattr(cuda_attention, "attention_shape", lambda _: AttentionShape(8, 3))
     pool = MLATokenToKVPool(100, 1, torch.float8_e4m3fn, 512, 64, 1, "cpu", False)
     table = torch.randperm(100, generator=torch.Generator().manual_seed(3))[:80].view(2, 40)
-    runner = SimpleNamespace(
-        req_to_token_pool=SimpleNamespace(req_to_token=table), token_to_kv_pool=pool
-    )
-    backend = cuda_attention.OverstoryAttention(runner, others=None)
-    layer = SimpleNamespace(
-        layer_id=0, scaling=0.05, v_head_dim=512, tp_q_head_num=8, qk_head_dim=576,
-        k_scale=None if scale is None else torch.tensor(scale), k_scale_float=scale,
-    )  # fmt: skip
+    backend, layer = backend_over(monkeypatch, pool, table), layer_of(scale)
     generator = torch.Generator().manual_seed(4)
     rows = torch.randn(101, 1, 576, generator=generator).bfloat16()
     divided = rows if scale is None else (rows / torch.tensor(scale)).bfloat16()
@@ -89,6 +98,34 @@ def test_the_backend_writes_and_reads_such_a_pool(
     slots = torch.cat([table[b, :n] for b, n in enumerate(lengths)])
     want = reference.decode_attention(q[:2], stored, torch.tensor([0, 24, 39]), slots, **options)
     torch.testing.assert_close(got.view(2, 8, 512), want)
+
+
+@pytest.mark.parametrize("scale", [None, SCALE])
+def test_extends_over_such_a_pool(monkeypatch: pytest.MonkeyPatch, scale: float | None) -> None:
+    """Seventy rows behind a prefix and three behind none: blocks of rows, as rounded in the cache."""
+    pool = MLATokenToKVPool(200, 1, torch.float8_e4m3fn, 512, 64, 1, "cpu", False)
+    generator = torch.Generator().manual_seed(5)
+    table = torch.randperm(200, generator=generator).view(2, 100)
+    backend, layer = backend_over(monkeypatch, pool, table), layer_of(scale)
+    rows = torch.randn(201, 1, 576, generator=generator).bfloat16()
+    divided = rows if scale is None else (rows / torch.tensor(scale)).bfloat16()
+    stored = quantize_kv(divided)
+    prefix, new = table[0, :20], torch.cat([table[0, 20:90], table[1, :3]])
+    pool.kv_buffer[0][prefix] = stored.view(torch.uint8)[prefix]
+    batch = SimpleNamespace(
+        forward_mode=ForwardMode.EXTEND,
+        req_pool_indices=torch.arange(2),
+        extend_prefix_lens_cpu=[20, 0],
+        extend_seq_lens_cpu=[70, 3],
+        out_cache_loc=new,
+    )
+    q = torch.randn(73, 8, 576, generator=generator).bfloat16()
+    backend.init_forward_metadata(batch)
+    got = backend.forward_extend(q, rows[new], rows[new][..., :512], layer, batch)
+    bounds = torch.tensor([0, 70, 73]), torch.tensor([0, 20, 20])
+    options = {"scale": 0.05, "kv_scale": scale or 1.0}
+    want = reference.verify_attention(q, stored, *bounds, prefix, new, **options)
+    torch.testing.assert_close(got.view(73, 8, 512), want)
 
 
 @pytest.mark.full

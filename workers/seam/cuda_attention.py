@@ -1,20 +1,23 @@
-"""The `overstory` attention backend on CUDA: our kernels for MLA verify and decode forwards.
+"""The `overstory` attention backend on CUDA: our kernels for MLA verify, decode and extends.
 
-Prefill, chunks and models that are no MLA go to SGLang's Triton backend. What a forward needs to
-know (slots, bounds, the tree's mask) lies in tensors that never move, so that one CUDA graph per
-batch size and number of rows serves every forward of that shape.
+Prefill without a prefix goes to SGLang's Triton backend (`extend_blocks.left_to_triton`). What a
+verify or decode forward needs to know (slots, bounds, the tree's mask) lies in tensors that never
+move, so that one CUDA graph per batch size and number of rows serves every forward of that shape.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from overstory.kernels import ops
+from overstory.workers.seam import extend_blocks
 from overstory.workers.seam.cuda_limits import MAX_ROWS, AttentionShape, attention_shape
 from overstory.workers.seam.cuda_slots import SlotLists
 
@@ -24,20 +27,23 @@ class RowPlan:
     """Where the rows, keys and masks of one forward are; the same for all its layers.
 
     Attributes:
-        rows: per request.
+        rows: per request; of an extend: of its largest block, and bs counts its blocks.
         row_bounds: [bs + 1] int32, bounds of the requests' rows.
-        key_bounds: [bs + 1] int32, bounds of the requests' slots in `SlotLists.slots`.
-        words: [bs * rows] int64, the mask of `verify_attention`; None when decoding.
+        key_bounds: [bs + 1] int32, bounds of the requests' slots in `SlotLists.slots`; of an
+            extend [bs], where they begin.
+        key_ends: [bs] int32, where they end, of an extend.
+        words: [bs * rows] int64, the mask of `verify_attention`; None: causal.
     """
 
     rows: int
     row_bounds: torch.Tensor
     key_bounds: torch.Tensor
-    words: torch.Tensor | None
+    key_ends: torch.Tensor | None = None
+    words: torch.Tensor | None = None
 
 
 class OverstoryAttention(AttentionBackend):
-    """Attention of an MLA target: tree verify and decode by `overstory.kernels.ops`.
+    """Attention of an MLA target: tree verify, decode and extends by `overstory.kernels.ops`.
 
     A verify forward's mask comes as words (``spec_info.mask_words`` [bs, rows] int64, see
     `overstory.kernels.reference.packed_mask`); without them rows are causal. SGLang's own
@@ -72,7 +78,7 @@ class OverstoryAttention(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plans a forward outside of a graph, for all its layers."""
-        self._plan = self._plan_rows(forward_batch)
+        self._plan = self._plan_rows(forward_batch) or self._plan_blocks(forward_batch)
         if self._plan is None and not forward_batch.forward_mode.is_idle():
             self._others.init_forward_metadata(forward_batch)
 
@@ -108,7 +114,7 @@ class OverstoryAttention(AttentionBackend):
         save_kv_cache: bool = True,
         **named: Any,
     ) -> torch.Tensor:
-        """Verify by our kernel; everything else of several rows per request by Triton's.
+        """Verify and extends by our kernel; what is not planned for it by Triton's.
 
         Args:
             q: [rows, heads * qk_head_dim].
@@ -117,7 +123,7 @@ class OverstoryAttention(AttentionBackend):
         Returns:
             [rows, heads * v_head_dim].
         """
-        if not forward_batch.forward_mode.is_target_verify():
+        if self._plan is None:
             return self._others.forward_extend(
                 q, k, v, layer, forward_batch, save_kv_cache, **named
             )
@@ -134,6 +140,7 @@ class OverstoryAttention(AttentionBackend):
             kv_scale=_scale_of(layer),
             v_head_dim=layer.v_head_dim,
             mask_words=plan.words,
+            kv_ends=plan.key_ends,
             max_q=plan.rows,
             out=out,
             workspace=self._workspace,
@@ -180,10 +187,37 @@ class OverstoryAttention(AttentionBackend):
             rows,
             self._bounds_of(rows)[: bs + 1],
             self._lists.bounds[: bs + 1],
-            self._fill_words(forward_batch.spec_info, bs, rows)
+            words=self._fill_words(forward_batch.spec_info, bs, rows)
             if mode.is_target_verify()
             else None,
         )
+
+    def _plan_blocks(self, forward_batch: Any) -> RowPlan | None:
+        """The plan of an extend that is ours, None of any other forward.
+
+        One copy to the device, of lengths that SGLang has on the host.
+        """
+        if forward_batch.forward_mode not in (ForwardMode.EXTEND, ForwardMode.MIXED):
+            return None
+        prefixes = forward_batch.extend_prefix_lens_cpu
+        counts = forward_batch.extend_seq_lens_cpu
+        if extend_blocks.left_to_triton(prefixes, counts, self._shape.heads) is not None:
+            return None
+        blocks = extend_blocks.cut(prefixes, counts)
+        lengths = [prefix + count for prefix, count in zip(prefixes, counts, strict=True)]
+        parts = (blocks.row_bounds, blocks.key_begins, blocks.key_ends, lengths)
+        row_bounds, begins, ends, all_lengths = self._to_device(parts)
+        self._lists.fill(self._table, forward_batch.req_pool_indices, all_lengths)
+        return RowPlan(blocks.rows, row_bounds, begins, ends)
+
+    def _to_device(self, parts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, ...]:
+        """Lists of numbers as int32, by one copy that the host does not wait for."""
+        flat = torch.tensor(
+            [number for part in parts for number in part],
+            dtype=torch.int32,
+            pin_memory=self._table.is_cuda,
+        ).to(self._table.device, non_blocking=True)
+        return flat.split([len(part) for part in parts])
 
     def _fill_words(self, spec_info: Any, bs: int, rows: int) -> torch.Tensor:
         """The masks' words at their place; requests that fill up the batch keep what is there."""

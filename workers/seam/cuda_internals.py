@@ -19,7 +19,7 @@ BACKEND: tuple[Entry, ...] = (
     ),
     Internal(
         f"{_ATTENTION}.triton_backend.TritonAttnBackend",
-        "prefill of our backend",
+        "prefill of our backend where no request has a prefix",
         "init_forward_metadata forward_extend",
     ),
     Internal(
@@ -36,6 +36,16 @@ BACKEND: tuple[Entry, ...] = (
         ".AttentionBackendRegistry.get_handler",
         "an unknown name takes Triton's MLA path: absorbed but for prefill without a prefix",
         'cls._handlers.get("triton")',
+    ),
+    Inline(
+        f"{_SRT}.models.deepseek_common.attention_backend_handler.handle_attention_triton",
+        "extends of which one has a prefix are absorbed, so that our kernel can take them",
+        "and sum(forward_batch.extend_prefix_lens_cpu) == 0",
+    ),
+    Internal(
+        f"{_SRT}.model_executor.forward_batch_info.ForwardBatch",
+        "extends are cut by lengths that the host knows",
+        "extend_prefix_lens_cpu extend_seq_lens_cpu req_pool_indices",
     ),
     NameList(
         f"{_SRT}.models.deepseek_common.utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS",

@@ -29,12 +29,13 @@ class AttentionShape:
     max_rows: int
 
     def workspace(self, device: torch.device) -> torch.Tensor:
-        """Scratch for forwards of any number of rows up to `max_rows`, one forward at a time.
+        """Scratch for forwards of any number of rows, one forward at a time: extends have as many
+        as the kernel takes.
 
         Which number needs most is up to the kernel's tiles: all are asked.
         """
         largest = attention_workspace(device, self.heads, 1)
-        for rows in range(2, self.max_rows + 1):
+        for rows in range(2, MAX_ROWS + 1):
             other = attention_workspace(device, self.heads, rows)
             largest = other if other.numel() > largest.numel() else largest
         return largest
