@@ -102,7 +102,7 @@ def test_the_backend_writes_and_reads_such_a_pool(
 
 @pytest.mark.parametrize("scale", [None, SCALE])
 def test_extends_over_such_a_pool(monkeypatch: pytest.MonkeyPatch, scale: float | None) -> None:
-    """Seventy rows behind a prefix and three behind none: blocks of rows, as rounded in the cache."""
+    """Seventy rows behind a prefix and three behind none, by keys as the cache has them."""
     pool = MLATokenToKVPool(200, 1, torch.float8_e4m3fn, 512, 64, 1, "cpu", False)
     generator = torch.Generator().manual_seed(5)
     table = torch.randperm(200, generator=generator).view(2, 100)

@@ -21,10 +21,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import slice_engine as _engine_first  # sets the environment before SGLang is there
+import slice_prefill
 from slice_auto import SURE, AutoBench, Drafts, start
 from slice_bench import StepBench, eager
 from slice_config import published, rank_drafter, rank_target, toy, write_pair
 from slice_points import Cell, slots
+from slice_prefill import FULL, PrefillBench, compared
 from slice_report import Report, wait_for
 from slice_resume import cells_left, counts_left, rows_left, stages_left
 from slice_roles import (
@@ -76,13 +78,13 @@ def build(name: str, out: Path) -> _engine_first.SliceEngine:
         "max_running_requests": 16,
         "port": 31000 + 97 * (sum(map(ord, name)) % 200),
     }
-    kv_sets, noisy, scale = role.kv_sets, name != "long", 20.0 if name == "long" else 1.0
+    kv_sets, noisy, scale = role.kv_sets, not role.results, 20.0 if role.results else 1.0
     if TOY:
         _engine_first.SliceEngine.device = "cpu"
         kv_sets = min(kv_sets, 2)
     else:
         fields |= {
-            "cuda_graph_bs_decode": [1, 4, 16] if name != "long" else [1],
+            "cuda_graph_bs_decode": [1] if role.results else [1, 4, 16],
             "chunked_prefill_size": 8192,
         } | role.fields
     if not role.own_draft:
@@ -413,6 +415,10 @@ def main() -> None:
         engine = engine or started(name, out, report)
         if name == "long":
             long_context(engine, report)
+        elif name == "prefill":
+            bench = PrefillBench(engine, lambda: deadline - time.monotonic(), report)
+            report.attempt("measured", lambda: bench.run(slice_prefill.TOY if TOY else FULL))
+            report.put("prefills_compared", compared(report.content.get("prefills", [])))
         else:
             measurement = Measurement(engine, report, deadline, out)
             report.attempt(

@@ -25,6 +25,7 @@ class Role:
         own_draft: the drafter's attention is ours; else SGLang's Triton.
         counts: experts touched are counted, and steps of rows that are much alike timed.
         early: small, so built before any is measured.
+        results: without cells and automatic policy: what else the role finds, by name.
         auto: with these drafters (`slice_auto.SURE`) the automatic policy is run against each fixed
             one.
     """
@@ -36,6 +37,7 @@ class Role:
     own_draft: bool = True
     counts: bool = False
     early: bool = False
+    results: tuple[str, ...] = ()
     auto: tuple[str, ...] = ()
 
 
@@ -56,7 +58,14 @@ ROLES = {
     "moe_marlin": Role(4, 0, {}, tuple(levers()), counts=True, early=True),
     "few": Role(4, 0, {}, tuple(few()), early=True),
     "triton": Role(4, 0, {}, tuple(against_triton()), early=True),
-    "long": Role(3, 0, {}, (), early=True),
+    "long": Role(3, 0, {}, (), early=True, results=("long", "far_slots")),
+    "prefill": Role(
+        None,
+        0,
+        {"max_total_tokens": 210_000, "max_running_requests": 4},
+        (),
+        results=("prefill",),
+    ),
 }
 ALIKE = (0.0, 0.5, 0.9)
 COUNTED = tuple((a, b, r) for a in ALIKE for b in (1, 4, 16) for r in (1, 9, 17, 33))
@@ -92,8 +101,8 @@ def is_complete(role: Role, content: Mapping[str, Any], cells: Sequence[Cell]) -
     """Whether an earlier run has measured all of a role, as ``content`` has it."""
     if auto_left(role, content.get("auto", [])):
         return False
-    if not role.cells and not role.auto:
-        return {"far_slots", "long"} <= content.keys()
+    if role.results:
+        return set(role.results) <= content.keys()
     counted = not role.counts or not counts_left(COUNTED, content.get("experts", []))
     similar = role.layers is not None or not counts_left(SIMILAR, content.get("alike", []))
     counted = counted and (not role.counts or similar)

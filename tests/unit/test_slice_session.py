@@ -6,12 +6,14 @@ import io
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 
+import slice_prefill
 from slice_auto import (
     BLOCK,
     LEARNING_STEPS,
@@ -26,6 +28,7 @@ from slice_config import published
 from slice_counted import automatic, fill, kept, long_prompt, touched
 from slice_modules import SLOW, modules
 from slice_points import Cell, again, against_triton, grid, longest, rest
+from slice_prefill import Lengths, PrefillBench, compared
 from slice_report import Report
 from slice_resume import cells_left, counts_left, rows_left, stages_left
 from slice_roles import AUTO, COUNTED, ROLES, auto_left, is_complete, needed_s, not_built
@@ -34,6 +37,7 @@ from slice_stages import STAGES, Kernel
 from slice_tables import TABLES, levers, merged, triton_of_few_layers
 
 from overstory.workers.policy.options import Options
+from overstory.workers.seam import extend_blocks
 from overstory.workers.tree_policy import TreePolicy
 
 CELL = Cell(4, 1024, (1, 9), "overstory")
@@ -81,6 +85,76 @@ def test_a_role_is_complete_when_nothing_of_it_is_left() -> None:
     assert not is_complete(role, content, role.cells)
     assert not is_complete(ROLES["long"], {"long": {}}, ())
     assert is_complete(ROLES["long"], {"long": {}, "far_slots": {}}, ())
+    assert not is_complete(ROLES["prefill"], {"prefills": [{}]}, ())
+    assert is_complete(ROLES["prefill"], {"prefill": "all"}, ())
+
+
+# ------------------------------------------------------------------------------------- prefill
+
+
+class PrefillEngine:
+    """Answers in the time it is told: 3 s where extends are cut in blocks, else 40 s."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock, self.outputs, self.cleared = clock, {}, []
+
+    def flush_cache(self) -> None:
+        self.cached: list[int] = []
+
+    def at_boundary(self, act: Any, given: Any) -> None:
+        self.cleared.append((act.__name__, given if isinstance(given, int) else len(given)))
+        self.cached = self.cached[:given] if isinstance(given, int) else given
+
+    def submit(self, text: list[int], asked: dict[str, Any], **_more: Any) -> str:
+        import itertools
+
+        alike = itertools.takewhile(
+            lambda pair: pair[0] == pair[1], zip(text, self.cached, strict=False)
+        )
+        hit = min(len(list(alike)), len(text) - 1)
+        ours = extend_blocks.left_to_triton([hit], [len(text) - hit], 8) is None
+        self.clock[0] += 3 if ours or not hit else 40
+        self.cached = text
+        self.outputs["r"] = SimpleNamespace(
+            ids=[7], refused=None, cached_tokens=hit, top_logprobs=[{7: -1.0 - 0.5 * ours, 8: -2.0}]
+        )
+        return "r"
+
+    def run(self, rids: list[str]) -> None:
+        pass
+
+
+def test_prefills_are_measured_both_ways(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(slice_prefill.time, "perf_counter", lambda: clock[0])
+    engine, report = PrefillEngine(clock), Report("prefill", tmp_path)
+    bench = PrefillBench(engine, lambda: 400 - clock[0], report)
+    bench.run(Lengths((200,), (300, (1, 70)), (500, (2,)), 1 << 14))
+    rows = {row["what"]: row for row in compared(report.content["prefills"])}
+    assert [row.get("times") for row in rows.values()] == [1.0, 13.33, 13.33, 13.33, 1.0]
+    assert rows["70 behind 300, compute"]["same_token"]
+    assert rows["70 behind 300, compute"]["logprobs_differ"] == 0.5
+    assert ("keep_only", 300) in engine.cleared
+    assert ("make_up", 500) in engine.cleared
+    behind = [f for f in report.content["prefills"] if f["prefix"]]
+    assert all(f["cut"] == (f["way"] == "ours") for f in behind)
+    assert report.content["prefill"] == "all"
+
+
+def test_what_triton_has_no_time_for_is_named_and_measured_later(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(slice_prefill.time, "perf_counter", lambda: clock[0])
+    lengths = Lengths((), (300, (1,)), (500, (2,)), 600)
+    for left in (2.0, 900.0):
+        report = Report("prefill", tmp_path)
+        PrefillBench(PrefillEngine(clock), lambda: left, report).run(lengths)  # noqa: B023
+        complete = is_complete(ROLES["prefill"], report.content, ())
+        assert complete == (left > 100)
+        assert ("left_out" in report.content) == (left < 100)
+    ways = [f["way"] for f in report.content["prefills"]]
+    assert ways == ["ours"] * 3 + ["ours", "triton"] * 3
 
 
 def test_a_report_goes_on_with_what_is_there(tmp_path: Path) -> None:
