@@ -158,10 +158,10 @@ def _stages(grid: Grid) -> Iterator[str]:
 def render_grid(grid: Grid) -> str:
     """Markdown, without a trailing newline."""
     spec, gpu = grid.spec, grid.gpu
+    drafts = f"a chain yields {grid.chain_tokens:g} tokens a step" if spec.drafter else "no drafter"
     lines = [
         f"{spec.model.rsplit('/', 1)[-1]}, tensor parallel {spec.tp_size}, {gpu.name}; a replica's "
-        f"KV pool holds {grid.kv_tokens:,} tokens; a chain yields {grid.chain_tokens:g} tokens a "
-        "step.",
+        f"KV pool holds {grid.kv_tokens:,} tokens; {drafts}.",
         "",
     ]
     for nodes in sorted({row.nodes for row in grid.estimates}):

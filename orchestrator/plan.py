@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from overstory.orchestrator.engine_flags import EngineSettings, resolve_engine
+from overstory.orchestrator.expert_faults import fusion_faults, runner_faults
 from overstory.orchestrator.experts import ExpertPlan, plan_experts
 from overstory.orchestrator.inventory import NodeInventory
 from overstory.orchestrator.memory import (
@@ -240,6 +241,8 @@ def model_faults(spec: DeploymentSpec, settings: EngineSettings) -> list[str]:
     faults = drafter_faults(target, drafter) if drafter else []
     faults += split_faults(target, drafter, spec.tp_size, ep)
     faults += balance_faults(target, settings.server_args)
+    faults += runner_faults(target, settings.server_args)
+    faults += fusion_faults(target, settings.server_args)
     faults += kernel_faults(target, spec.tp_size, settings.server_args)
     return faults + length_faults(target, settings.server_args)
 

@@ -48,6 +48,15 @@ def _packed_width(quantization: Mapping[str, Any]) -> float:
     return bits / 8 + (2.0 / group if group and group > 0 else 0.0)
 
 
+def packed_integers(quantization: Mapping[str, Any]) -> bool:
+    """Whether experts are packed integers with activations as they are (W4A16 and the like)."""
+    groups = [group for group in (quantization.get("config_groups") or {}).values() if group]
+    return quantization.get("quant_method") == "compressed-tensors" and any(
+        (group.get("weights") or {}).get("type") == "int" and not group.get("input_activations")
+        for group in groups
+    )
+
+
 def weight_widths(quantization: Mapping[str, Any], plain: float) -> WeightWidths:
     """Widths under a scheme; `plain` bytes where nothing is quantised.
 

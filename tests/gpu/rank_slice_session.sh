@@ -18,6 +18,7 @@
 #   summary.txt       how each role ended, and the points in short
 #   slice.json        results of all roles; logs.txt: the end of every role's output
 #   build.txt         machine and build; modules.json: which of SGLang's modules were not there
+#   clocks.csv        each GPU's clocks, power and temperature every 2 s: runs of one machine differ
 set -uo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 source "$root/tests/gpu/without_install.sh"
@@ -58,7 +59,8 @@ for name, role in found.items():
 PY
   ls "${TVM_FFI_CACHE_DIR:-$HOME/.cache/tvm-ffi}" >"$out/kernels_built.txt" 2>/dev/null
 }
-trap 'bundle >>"$out/summary.txt" 2>&1' EXIT
+clocks=
+trap 'kill $clocks 2>/dev/null; bundle >>"$out/summary.txt" 2>&1' EXIT
 
 echo "======== $(date -u +%FT%TZ) ${given[*]}" >>"$out/summary.txt"
 build() { # the kernels, while the roles load SGLang; `kernels` is done before any engine starts
@@ -71,6 +73,10 @@ build() { # the kernels, while the roles load SGLang; `kernels` is done before a
   touch "$out/roles/kernels.done"
 }
 build &
+jobs=($!)
+nvidia-smi --query-gpu=timestamp,index,clocks.sm,clocks.mem,power.draw,temperature.gpu \
+  --format=csv,noheader -l 2 >"$out/clocks.csv" 2>&1 &
+clocks=$!
 check_modules() { # seconds; a module that is there but does not load must not take more
   timeout -k 5 90 "$python" "$root/tests/gpu/slice_modules.py" check "$out/modules.json" \
     >"$out/modules.txt" 2>&1 || echo "modules not checked, see modules.txt" >>"$out/summary.txt"
@@ -84,6 +90,7 @@ PY
 }
 rm -f "$out/modules.json"
 check_modules &
+jobs+=($!)
 run() { # role, seconds from now, roles that run before it
   local role=$1 given=$2 begun=$SECONDS
   shift 2
@@ -107,7 +114,8 @@ for ((number = 0; number < ${#roles[@]}; number++)); do
     case $other in *=*) after=$((after + ${other#*=})) ;; esac
   done
   run "$role" $((seconds - SECONDS - 8 - after)) "${earlier[@]}" &
+  jobs+=($!)
   earlier+=("$role")
   sleep 0.5 # SGLang picks free ports by trying
 done
-wait
+wait "${jobs[@]}"

@@ -1,13 +1,16 @@
 """Plans of published models, against what is known of their size."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from overstory.orchestrator import gpu_memory
+from overstory.orchestrator.cli import app
 from overstory.orchestrator.gpus import H200, RTX_PRO_6000, UnknownGpu, gpu_named, recognise
 from overstory.orchestrator.inventory import NodeInventory
 from overstory.orchestrator.known_models import FOLDER, known_model, known_models
@@ -35,7 +38,7 @@ from overstory.orchestrator.plan import (
 )
 from overstory.orchestrator.plan_text import render_plan
 from overstory.orchestrator.quantization import weight_widths
-from overstory.orchestrator.spec import parse_spec
+from overstory.orchestrator.spec import load_spec, parse_spec
 
 KIMI, THINKING, DEEPSEEK = "Kimi-K2.6", "Kimi-K2-Thinking", "DeepSeek-V3"
 DRAFTER = "Kimi-K2.6-DFlash"
@@ -315,6 +318,51 @@ def test_balancing_that_the_engine_cannot_do_is_refused() -> None:
     said = refused(moe_a2a_backend="deepep")
     assert "engine.moe_a2a_backend: deepep" in said
     assert "set engine.ep_size to 8 (now 1)" in said
+
+
+@pytest.mark.parametrize("model", [KIMI, THINKING, DEEPSEEK])
+def test_settings_that_would_run_experts_otherwise_than_they_say_are_refused(model: str) -> None:
+    """INT4 experts run with Marlin or Triton on these GPUs, and their shared expert is bfloat16;
+    DeepSeek's are all fp8."""
+    ours = {"model": model, "context_length": 50_000}
+    for runner in ("auto", "marlin", "triton"):
+        assert planned(moe_runner_backend=runner, **ours)
+    if model == DEEPSEEK:
+        assert planned(enforce_shared_experts_fusion=True, **ours)
+        return
+    said = refused(moe_runner_backend="flashinfer_trtllm", **ours)
+    assert "engine.moe_runner_backend: flashinfer_trtllm is for compute capability 10.0" in said
+    assert "take triton" in said
+    said = refused(moe_runner_backend="cutlass", **ours)
+    assert "engine.moe_runner_backend: cutlass is ignored by SGLang" in said
+    said = refused(enforce_shared_experts_fusion=True, **ours)
+    assert "engine.enforce_shared_experts_fusion: got true" in said
+    assert planned(enforce_shared_experts_fusion=False, **ours)
+
+
+PRESETS = sorted((Path(__file__).parents[2] / "clusters").glob("*x*/deployment*.yaml"))
+PRESETS += sorted((Path(__file__).parents[2] / "clusters").glob("h200/deployment*.yaml"))
+
+
+@pytest.mark.parametrize("file", PRESETS, ids=lambda file: f"{file.parent.name}-{file.stem}")
+def test_a_preset_s_own_command_plans_its_whole_context(file: Path) -> None:
+    """As its head says, typed where nothing of it is."""
+    found = re.search(r"^#   overstory (plan \S+ .*)$", file.read_text(), re.MULTILINE)
+    assert found is not None
+    command = found[1].split()
+    assert Path(__file__).parents[2] / command[1] == file
+    done = CliRunner().invoke(app, ["plan", str(file), *command[2:], "--json"])
+    assert done.exit_code == 0, done.output
+    plan = json.loads(done.stdout)
+    context = load_spec(file).engine["context_length"]
+    assert plan["longest_context"][0] == {"batch": 1, "tokens": context}
+    assert [row["batch"] for row in plan["longest_context"]] == [1, 8, 32]
+
+
+def test_presets_are_there_for_each_of_the_models() -> None:
+    models = {load_spec(file).model.rsplit("/", 1)[-1] for file in PRESETS}
+    assert {KIMI, THINKING, "DeepSeek-R1"} == models
+    assert {load_spec(file).tp_size for file in PRESETS} == {8, 16}
 
 
 def test_ranks_that_exchange_tokens_hold_the_shared_experts_whole() -> None:

@@ -198,10 +198,10 @@ def test_missing_file() -> None:
         load_spec("/nowhere/d.yaml")
 
 
-SHIPPED = sorted((Path(__file__).parents[2] / "clusters").glob("*/deployment.yaml"))
+SHIPPED = sorted((Path(__file__).parents[2] / "clusters").glob("*/deployment*.yaml"))
 
 
-@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.parent.name)
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: f"{file.parent.name}-{file.stem}")
 def test_shipped_deployments_load(file: Path) -> None:
     load_spec(file)
 
