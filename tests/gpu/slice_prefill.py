@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,19 +29,20 @@ class Lengths:
 
     Attributes:
         whole: prompts, from an empty cache.
-        computed: a prefix that is computed before, and rows behind it.
+        computed: prefixes that are computed before, and rows behind each.
         made_up: a prefix whose KV is random numbers, and rows behind it.
         last: a prompt whose prefill by Triton takes most of the time.
     """
 
     whole: tuple[int, ...]
-    computed: tuple[int, tuple[int, ...]]
+    computed: tuple[tuple[int, tuple[int, ...]], ...]
     made_up: tuple[int, tuple[int, ...]]
     last: int
 
 
-FULL = Lengths((8192, 32768), (57_344, (1, 64, 1024, 8192)), (200_000, (1, 128, 1024)), 65_536)
-TOY = Lengths((200, 400), (300, (1, 64, 100)), (500, (1, 70)), 600)
+_ROWS = (1, 64, 1024, 8192)
+FULL = Lengths((8192, 32768), ((256, _ROWS), (57_344, _ROWS)), (200_000, (1, 128, 1024)), 65_536)
+TOY = Lengths((200, 400), ((20, (1, 100)), (300, (1, 64, 100))), (500, (1, 70)), 600)
 
 
 class PrefillBench:
@@ -67,15 +68,15 @@ class PrefillBench:
             self._timed(way, drawn(300) + drawn(90, 1), 300)
         for length in lengths.whole:
             self._both(f"whole {length}", length, 0, self._engine.flush_cache)
-        self._behind(lengths.computed, self._compute)
-        self._behind(lengths.made_up, self._make_up)
+        for prefix, counts in lengths.computed:
+            self._behind(prefix, counts, self._compute)
+        self._behind(*lengths.made_up, self._make_up)
         self._both(f"whole {lengths.last}", lengths.last, 0, self._engine.flush_cache)
         if not self._left_out:
             self._report.put("prefill", "all")
         return f"{len(self._found)} measurements"
 
-    def _behind(self, rows: tuple[int, tuple[int, ...]], place: Callable[[int], None]) -> None:
-        prefix, counts = rows
+    def _behind(self, prefix: int, counts: Sequence[int], place: Callable[[int], None]) -> None:
         place(prefix)
         for count in counts:
             name = f"{count} behind {prefix}, {place.__name__.strip('_')}"

@@ -129,7 +129,7 @@ def test_prefills_are_measured_both_ways(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(slice_prefill.time, "perf_counter", lambda: clock[0])
     engine, report = PrefillEngine(clock), Report("prefill", tmp_path)
     bench = PrefillBench(engine, lambda: 400 - clock[0], report)
-    bench.run(Lengths((200,), (300, (1, 70)), (500, (2,)), 1 << 14))
+    bench.run(Lengths((200,), ((300, (1, 70)),), (500, (2,)), 1 << 14))
     rows = {row["what"]: row for row in compared(report.content["prefills"])}
     assert [row.get("times") for row in rows.values()] == [1.0, 13.33, 13.33, 13.33, 1.0]
     assert rows["70 behind 300, compute"]["same_token"]
@@ -146,7 +146,7 @@ def test_what_triton_has_no_time_for_is_named_and_measured_later(
 ) -> None:
     clock = [0.0]
     monkeypatch.setattr(slice_prefill.time, "perf_counter", lambda: clock[0])
-    lengths = Lengths((), (300, (1,)), (500, (2,)), 600)
+    lengths = Lengths((), ((300, (1,)),), (500, (2,)), 600)
     for left in (2.0, 900.0):
         report = Report("prefill", tmp_path)
         PrefillBench(PrefillEngine(clock), lambda: left, report).run(lengths)  # noqa: B023
