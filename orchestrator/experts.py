@@ -6,6 +6,7 @@ measured, not planned.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -37,6 +38,19 @@ class ExpertLoad:
 
 
 @dataclass(frozen=True)
+class HeldExperts:
+    """What a group of ranks holds of each layer when it starts.
+
+    Attributes:
+        ranks: first and last rank.
+        experts: numbers in order, as first and last of each stretch; copies come last.
+    """
+
+    ranks: tuple[int, int]
+    experts: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class ExpertPlan:
     """Placement of one layer's routed experts over the ranks of a replica.
 
@@ -46,6 +60,7 @@ class ExpertPlan:
         redundant: of a layer's experts, how many more are held for balance.
         experts_per_rank: whole or sliced experts that a rank holds, redundant ones among them.
         width_per_rank: intermediate width of an expert on a rank.
+        held: by group.
     """
 
     groups: int
@@ -53,6 +68,7 @@ class ExpertPlan:
     experts_per_rank: int
     width_per_rank: int
     redundant: int
+    held: tuple[HeldExperts, ...]
     loads: tuple[ExpertLoad, ...]
 
 
@@ -108,6 +124,28 @@ def expert_load(
     )
 
 
+def placement(experts: int, redundant: int, groups: int, inner: int) -> tuple[HeldExperts, ...]:
+    """Where experts lie before any balancing, as SGLang places them: in order, then copies of the
+    first ones; ``inner`` neighbouring ranks share a group's."""
+    size = (experts + redundant) // groups
+    return tuple(
+        HeldExperts(
+            (group * inner, (group + 1) * inner - 1),
+            tuple(_stretches(range(group * size, (group + 1) * size), experts)),
+        )
+        for group in range(groups)
+    )
+
+
+def _stretches(slots: range, experts: int) -> Iterator[tuple[int, int]]:
+    """First and last expert of each stretch of slots that begins anew at expert 0."""
+    first = slots.start
+    while first < slots.stop:
+        last = min(slots.stop, (first // experts + 1) * experts) - 1
+        yield first % experts, last % experts
+        first = last + 1
+
+
 def plan_experts(
     target: TargetFacts, tp_size: int, ep_size: int, rows_per_request: int, redundant: int = 0
 ) -> ExpertPlan | None:
@@ -125,6 +163,7 @@ def plan_experts(
         experts_per_rank=(target.routed_experts + redundant) // ep_size,
         width_per_rank=target.expert_width // inner,
         redundant=redundant,
+        held=placement(target.routed_experts, redundant, ep_size, inner),
         loads=tuple(
             expert_load(target, batch, rows_per_request, ep_size, redundant)
             for batch in PLANNED_BATCHES

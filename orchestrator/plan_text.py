@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from overstory.orchestrator.experts import ExpertPlan
+from overstory.orchestrator.experts import ExpertPlan, HeldExperts
 from overstory.orchestrator.memory import GIB, RankMemory
 from overstory.orchestrator.plan import Plan, ReplicaPlan
 from overstory.orchestrator.ports import PortUse
@@ -47,12 +47,20 @@ def _expert_lines(experts: ExpertPlan | None) -> Iterator[str]:
         f"Experts          {experts.experts_per_rank} a layer on {groups}{cut} "
         f"(width {experts.width_per_rank}){more}; expected, with an even router:"
     )
+    if experts.groups > 1:
+        yield f"  placed at the start: {'; '.join(map(_held, experts.held))}"
     yield "  batch   rows  distinct experts  rows each  on the busiest rank  balance"
     for load in experts.loads:
         yield (
             f"  {load.batch:5d}  {load.rows:5d}  {load.touched:16.1f}  {load.rows_per_expert:9.1f}"
             f"  {load.touched_by_busiest:19.1f}  {load.balance:7.2f}"
         )
+
+
+def _held(group: HeldExperts) -> str:
+    first, last = group.ranks
+    ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
+    return f"{ranks}: {', '.join(f'{begin}-{end}' for begin, end in group.experts)}"
 
 
 def _port_lines(ports: tuple[PortUse, ...]) -> Iterator[str]:

@@ -308,6 +308,9 @@ def test_expert_parallelism_and_its_balancing_are_passed_on_and_planned() -> Non
     assert copies == pytest.approx(expert_elements(facts(KIMI)).on_rank(8) * 0.5625 * 16 / 384)
     text = render_plan(plan)
     assert "50 a layer on 8 groups of ranks (width 2048), 16 of all of them copies" in text
+    assert "placed at the start: rank 0: 0-49; rank 1: 50-99;" in text
+    assert "; rank 7: 350-383, 0-15\n" in text
+    assert "placed at the start" not in render_plan(plain), "every rank holds a slice of each"
 
 
 def test_balancing_that_the_engine_cannot_do_is_refused() -> None:

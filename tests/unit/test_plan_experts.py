@@ -8,6 +8,7 @@ from overstory.orchestrator.experts import (
     busiest_group,
     distinct_experts,
     expert_load,
+    placement,
     plan_experts,
 )
 from overstory.orchestrator.known_models import known_model
@@ -32,6 +33,17 @@ def draw(rows: int, groups: int, times: int = 300) -> tuple[float, float]:
         total += len(touched)
         most += max(sum(e // size == g for e in touched) for g in range(groups))
     return total / times, most / times
+
+
+@pytest.mark.parametrize(("redundant", "groups"), [(0, 1), (0, 8), (16, 8), (16, 16), (800, 4)])
+def test_each_slot_holds_what_sglang_puts_there(redundant: int, groups: int) -> None:
+    """Slot i holds expert i, and those beyond begin again at the first one."""
+    slots = [i % EXPERTS for i in range(EXPERTS + redundant)]
+    held = placement(EXPERTS, redundant, groups, 2)
+    lying = [e for g in held for first, last in g.experts for e in range(first, last + 1)]
+    assert lying == slots
+    assert {sum(b - a + 1 for a, b in g.experts) for g in held} == {len(slots) // groups}
+    assert [g.ranks for g in held] == [(2 * g, 2 * g + 1) for g in range(groups)]
 
 
 @pytest.mark.parametrize("rows", [1, 9, 33, 128])
