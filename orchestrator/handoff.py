@@ -6,8 +6,8 @@ whatever reason, is computed again: nothing here can harm a sequence.
 
 ```
 move() ...      sequences of one pair of replicas wait together
-session         ranks meet (once a pair); giver holds; taker takes, boundary by boundary;
-                giver lets go
+session         ranks meet (once a pair); giver holds; taker takes, part by part, while it steps
+                on; giver lets go
 ```
 """
 
@@ -30,14 +30,17 @@ logger = logging.getLogger(__name__)
 BRING_S = 30.0
 """Longest that a sequence waits for its KV; then it is computed again."""
 FEWEST_BYTES, FIRST_BYTES, MOST_BYTES = 16 << 20, 64 << 20, 4 << 30
-"""Of a rank, at one boundary: at least, at first, at most. Over NVLink a boundary of 1 GiB of a
-text of 200,000 tokens takes 16 ms, 13 of which are not the rows' way (docs/hand-off.md)."""
-STAND_STILL_S = 0.25
-"""So long, about, the taking replica's other requests wait at a boundary, whatever the link."""
+"""Of a rank, in one part: at least, at first, at most. What came is kept when the next part does
+not come; each part costs a boundary."""
+PART_S = 0.25
+"""So long, about, a part is on its way, whatever the link."""
+LOOK_S = 0.5
+"""So long one question to a rank waits for a part."""
 LET_GO_S = 5.0
 """Whoever is slower lets go later: the command is on its way."""
 
-MEET_S = 15.0
+MEET_S = 5.0
+"""Longest that ranks wait for each other: sequences wait as long."""
 TOGETHER_S = 0.02
 """How long the first sequence of a session waits for others that leave at the same time."""
 HOLD_TRIES = 40
@@ -74,12 +77,28 @@ class Text:
 
 @dataclass
 class HandOffFigures:
-    """Since the controller began."""
+    """Since the controller began.
+
+    Attributes:
+        sequences: moved with all their KV.
+        fallbacks: computed again, in part or whole.
+        bytes: that ranks took in.
+        seconds: that ranks stood still for it, the slowest of a replica each time.
+        carrying_s: that it was on its way, while they stepped on.
+        waited_s: that sequences waited for their KV, each by itself; longest_wait_s of these.
+        meetings: of ranks of two replicas; meeting_s that these took.
+        last_reason: of the last fallback.
+    """
 
     sequences: int = 0
     fallbacks: int = 0
     bytes: int = 0
     seconds: float = 0.0
+    carrying_s: float = 0.0
+    waited_s: float = 0.0
+    longest_wait_s: float = 0.0
+    meetings: int = 0
+    meeting_s: float = 0.0
     last_reason: str = ""
 
 
@@ -125,6 +144,7 @@ class HandOffs:
         pair = self._pairs.setdefault((giver, taker), _Pair(giver, taker))
         outcome: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         pair.waiting.append((text, outcome))
+        begun = time.monotonic()
         if pair.task is None:
             pair.task = asyncio.get_running_loop().create_task(self._serve(pair))
         try:
@@ -133,6 +153,10 @@ class HandOffs:
             self.figures.fallbacks += 1
             self.figures.last_reason = str(reason)
             raise
+        finally:
+            waited_s = time.monotonic() - begun
+            self.figures.waited_s += waited_s
+            self.figures.longest_wait_s = max(self.figures.longest_wait_s, waited_s)
         self.figures.sequences += 1
         return tokens
 
@@ -191,6 +215,7 @@ class HandOffs:
             raise NotMoved(f"{pair.giver} and {pair.taker} have not as many ranks")
         if pair.name:
             return
+        begun = time.monotonic()
         name = f"kv-{pair.giver}-{pair.taker}-{uuid.uuid4().hex[:8]}"
         kind = await steering.ask(pair.giver, 0, "peer", "kind")
         pair.name = name  # From now on there is something to close.
@@ -205,6 +230,8 @@ class HandOffs:
             ),
             return_exceptions=True,
         )
+        self.figures.meetings += 1
+        self.figures.meeting_s += time.monotonic() - begun
         failures = [answer for answer in opened if isinstance(answer, BaseException)]
         if failures:
             await self._part(pair)
@@ -231,23 +258,55 @@ class HandOffs:
     ) -> tuple[list[int], str]:
         """Tokens of each text that the taker has KV of, and why not all, or nothing."""
         cut = [list(text.tokens[:n]) for text, n in zip(texts, lengths, strict=True)]
-        arguments = {"key": key, "name": pair.name, "texts": cut}
-        budget, until = FIRST_BYTES, time.monotonic() + BRING_S
+        arguments: dict[str, Any] = {"key": key, "name": pair.name, "texts": cut}
+        try:
+            return await self._take_parts(pair, arguments, lengths)
+        except BaseException:
+            await self._give_up(pair, key)
+            raise
+
+    async def _take_parts(
+        self, pair: _Pair, arguments: dict[str, Any], lengths: Sequence[int]
+    ) -> tuple[list[int], str]:
+        budget, until, give_up = FIRST_BYTES, time.monotonic() + BRING_S, False
         while True:
-            command = Command("kv_take", {**arguments, "budget": budget}, drain=True)
+            asked = {**arguments, "budget": budget, "give_up": give_up}
+            command = Command("kv_take", asked, drain=True)
             results = await self._steering.carry_out(pair.taker, command)
-            self.figures.bytes += sum(result["bytes"] for result in results.values())
-            self.figures.seconds += max(result["seconds"] for result in results.values())
+            self._count(results.values())
             first = results[0]
-            cached = first["cached"] or [0] * len(cut)
             if first["done"]:
-                # Every rank has its own reason; most only know that another one failed.
-                reasons = [r["failed"] for r in results.values() if r["failed"]]
-                telling = [r for r in reasons if "another rank" not in r]
-                return cached, (telling or reasons or [""])[0]
-            if time.monotonic() > until:  # Nobody waits for the rest any more.
-                return cached, f"not all of it came in {BRING_S:g} s"
+                cached = list(first["cached"]) or [0] * len(lengths)
+                if give_up and cached != list(lengths):
+                    return cached, f"not all of it came in {BRING_S:g} s"
+                return cached, _reason(results.values())
+            arguments["texts"] = []  # They are known there.
             budget = next_budget(budget, results.values())
+            await self._arrival(pair, arguments["key"], until)
+            give_up = time.monotonic() > until  # Nobody waits for the rest any more.
+
+    async def _arrival(self, pair: _Pair, key: str, until: float) -> None:
+        """Until the part that is on its way has come to every rank, or failed."""
+        ask, ranks = self._steering.ask, range(self._steering.ranks_of(pair.taker))
+        while (left := until - time.monotonic()) > 0:
+            look_s = min(left, LOOK_S)
+            asked = [ask(pair.taker, rank, "peer", "arrived", key, look_s) for rank in ranks]
+            if all(await asyncio.gather(*asked)):
+                return
+
+    async def _give_up(self, pair: _Pair, key: str) -> None:
+        """The taking ranks wait for nothing more."""
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(LET_GO_S):
+                arguments = {"key": key, "name": pair.name, "texts": [], "budget": 1}
+                command = Command("kv_take", {**arguments, "give_up": True}, drain=True)
+                await self._steering.carry_out(pair.taker, command)
+
+    def _count(self, results: Iterable[Mapping[str, Any]]) -> None:
+        ranks = list(results)
+        self.figures.bytes += sum(result["bytes"] for result in ranks)
+        self.figures.seconds += max(result["stood"] for result in ranks)
+        self.figures.carrying_s += max(result["seconds"] for result in ranks)
 
     async def _let_go(self, pair: _Pair, key: str) -> None:
         with contextlib.suppress(Exception):  # A giver that is gone holds nothing.
@@ -271,16 +330,24 @@ class HandOffs:
 
 
 def next_budget(budget: int, results: Iterable[Mapping[str, Any]]) -> int:
-    """Bytes of a rank for the next boundary, so that it takes about `STAND_STILL_S`.
+    """Bytes of a rank for the next part, so that it takes about `PART_S`.
 
     Args:
-        budget: of the boundary before.
+        budget: of the part before.
         results: of its ranks; the slowest counts.
     """
     rates = [r["bytes"] / r["seconds"] for r in results if r["bytes"] and r["seconds"] > 0]
     if not rates:
         return budget
-    return int(min(max(FEWEST_BYTES, min(rates) * STAND_STILL_S), MOST_BYTES))
+    return int(min(max(FEWEST_BYTES, min(rates) * PART_S), MOST_BYTES))
+
+
+def _reason(results: Iterable[Mapping[str, Any]]) -> str:
+    """Why it ended early, if it did: every rank has its own reason, and most only know that another
+    one failed."""
+    reasons = [result["failed"] for result in results if result["failed"]]
+    telling = [reason for reason in reasons if "another rank" not in reason]
+    return (telling or reasons or [""])[0]
 
 
 def _settle(outcome: asyncio.Future[int], have: int, want: int, failed: str) -> None:

@@ -341,8 +341,8 @@ class RankHost:
         return self._prefixes.report(cache, self._forwards(), known)
 
     def peer(self, method: str, *arguments: Any) -> Any:
-        """`kind`, `offer`, `open`, `close` or `outgoing` of `RankSide`."""
-        assert method in ("kind", "offer", "open", "close", "outgoing"), method
+        """`kind`, `offer`, `open`, `close`, `arrived` or `outgoing` of `RankSide`."""
+        assert method in ("kind", "offer", "open", "close", "arrived", "outgoing"), method
         return getattr(self._handoff, method)(*arguments)
 
     def exchange(self, after_forward: int, every: int, wait_s: float) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from overstory.workers.collectives import CollectiveError
 from overstory.workers.commands import CommandContext
 from overstory.workers.environment import prepare_process
 from overstory.workers.handoff.commands import KvHandoff
@@ -43,6 +44,7 @@ _PEERS = Peers(
     lambda: "127.0.0.1",
 )
 _HANDOFF.peers = _PEERS
+_MET: dict[str, str] = {}
 
 _of: Any = lambda: None  # noqa: E731
 
@@ -84,6 +86,17 @@ def close_peer(scheduler: Any, name: str) -> None:
     _PEERS.close(name)
 
 
+def arrived(scheduler: Any, key: str, timeout_s: float) -> bool:
+    return _HANDOFF.arrived(key, timeout_s)
+
+
+def led(scheduler: Any, epoch: int) -> int:
+    """A lease begins. How many hand-offs are held after it."""
+    context = _context(scheduler)
+    _HANDOFF.led_by(CommandContext(context.rank, context.scheduler, epoch))
+    return _HANDOFF.holding()
+
+
 def outgoing(scheduler: Any) -> dict[str, Any]:
     """What a replica that goes stays for."""
     return _HANDOFF.outgoing()
@@ -91,12 +104,37 @@ def outgoing(scheduler: Any) -> dict[str, Any]:
 
 def threads(scheduler: Any) -> list[str]:
     """Those of communicators."""
-    return [t.name for t in threading.enumerate() if t.name.startswith(("giver", "line"))]
+    names = ("giver", "line", "taker")
+    return [t.name for t in threading.enumerate() if t.name.startswith(names)]
+
+
+def open_beside(scheduler: Any, name: str, tickets: list[bytes], init_s: float) -> None:
+    """Meets in a thread of its own, as a rank does."""
+    ticket = tickets[scheduler.ps.tp_rank]
+    arguments = (name, "tcp", ticket, init_s, 20.0, PIECE_BYTES, IDLE_S)
+    threading.Thread(target=_met, args=arguments, name="taker-meets", daemon=True).start()
+
+
+def _met(name: str, *arguments: Any) -> None:
+    try:
+        _PEERS.open(name, *arguments)
+        _MET[name] = ""
+    except CollectiveError as error:
+        _MET[name] = str(error)
+
+
+def met(scheduler: Any, name: str) -> str | None:
+    """What came of `open_beside`: empty, why not, or None for nothing yet."""
+    return _MET.get(name)
+
+
+def pid(scheduler: Any) -> int:
+    return os.getpid()
 
 
 def fault(scheduler: Any, kind: str, rank: int) -> None:
-    """From the second piece on: the giving rank is killed, sends garbage, or lets go of its KV; or
-    the taking one has an error of its own, once."""
+    """From the second piece on: the giving rank is killed, stops, sends garbage, or lets go of its
+    KV; or the taking one has an error of its own, once."""
     if scheduler.ps.tp_rank != rank:
         return
     _context(scheduler)
@@ -111,6 +149,9 @@ def fault(scheduler: Any, kind: str, rank: int) -> None:
             count += 1
             if kind == "killed" and count == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if kind == "stops" and count == 2:
+                del table._mover
+                os.kill(os.getpid(), signal.SIGSTOP)
             if kind == "error" and count == 2:
                 del table._mover
                 raise KeyError("deliberate")
@@ -225,3 +266,25 @@ def connect(here: Any, there: OtherReplica, name: str, transfer_s: float = 20.0)
     there.begin("at_boundary", open_peer, name, None, transfer_s)
     here.at_boundary(open_peer, name, tickets, transfer_s)
     there.end()
+
+
+def take_part(here: Any, order: dict[str, Any], wait_s: float = 60.0) -> list[dict[str, Any]]:
+    """One part of an order: asked for, waited for, taken in; the next one is on its way then. What
+    the ranks report, with the seconds that they stood in all."""
+    first = here.at_boundary(command, "kv_take", order)
+    if first[0]["done"] or any(report["bytes"] for report in first):
+        return first
+    assert all(here.at_boundary(arrived, order["key"], wait_s)), "nothing came"
+    then = here.at_boundary(command, "kv_take", order)
+    for before, after in zip(first, then, strict=True):
+        after["stood"] += before["stood"]
+    return then
+
+
+def take_all(here: Any, order: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """All parts of an order, the last one `done`."""
+    parts = [take_part(here, order)]
+    while not parts[-1][0]["done"]:
+        assert all(here.at_boundary(arrived, order["key"], 60.0)), "nothing came"
+        parts.append(here.at_boundary(command, "kv_take", order))
+    return parts

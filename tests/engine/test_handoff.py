@@ -4,6 +4,7 @@ with the same text. Whatever goes wrong on the way, it computes it again; the te
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -14,13 +15,19 @@ from ddtree_support import policy, random_prompts, server_args
 from handoff_support import (
     PIECE_BYTES,
     OtherReplica,
+    arrived,
     close_peer,
     command,
     connect,
     fault,
+    led,
+    met,
     offer,
+    open_beside,
     open_peer,
     outgoing,
+    pid,
+    take_all,
     threads,
 )
 
@@ -34,6 +41,9 @@ if TYPE_CHECKING:
 Engine = Callable[..., "EngineHarness"]
 LENGTH = 24
 NOTICED_S = 20.0
+STOOD_S = 5.0
+"""Of a replica whose peer is stopped for good, over some fifty steps on a busy machine: it does not
+wait for the peer, which would be for 20 s and more."""
 PROMPTS = random_prompts([190, 37, 120], seed=8)
 SAMPLED = {"temperature": 1.1, "top_p": 0.95, "top_k": 200}
 _NAMES = (f"c{n}" for n in itertools.count())
@@ -93,10 +103,9 @@ class Move:
         assert all(other == first for other in others)
         return first
 
-    def take(self, budget: int = 1 << 30) -> list[dict[str, Any]]:
-        """One boundary here. What the ranks report, but for the seconds, must be alike."""
-        arguments = {"key": self.name, "name": self.name, "texts": self._held, "budget": budget}
-        return self._here.at_boundary(command, "kv_take", arguments)
+    def order(self, budget: int = 1 << 30) -> dict[str, Any]:
+        """Of a boundary here."""
+        return {"key": self.name, "name": self.name, "texts": self._held, "budget": budget}
 
     def hand_over(self, transfer_s: float = 20.0) -> list[dict[str, Any]]:
         """All of it. Returns the last reports of the ranks here."""
@@ -104,9 +113,10 @@ class Move:
         assert lengths == [len(text) - 1 for text in self.texts], "the last token has no KV yet"
         self._held = [text[:n] for text, n in zip(self.texts, lengths, strict=True)]
         connect(self._here, self._there, self.name, transfer_s)
-        taken = self.take()
+        taken = take_all(self._here, self.order())
         self._here.at_boundary(audit)
-        return taken
+        total = [sum(part[rank]["bytes"] for part in taken) for rank in range(len(taken[-1]))]
+        return [report | {"bytes": n} for report, n in zip(taken[-1], total, strict=True)]
 
     def end(self) -> None:
         """The other replica lets go; nothing of the communicator stays."""
@@ -202,31 +212,24 @@ Replica = Callable[[], OtherReplica]
 
 
 def test_what_moves_is_found_in_the_cache(here: EngineHarness, replica: Replica) -> None:
-    """Two that begin alike and one of its own, in boundaries of some rows each."""
+    """Two that begin alike and one of its own, in parts of some rows each."""
     there = replica()
     prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[0][:100] + PROMPTS[2]]
     move = Move(here, there, prompts)
     lengths = move.hold()["lengths"]
     move._held = [text[:n] for text, n in zip(move.texts, lengths, strict=True)]
     connect(here, there, move.name)
-    rows, boundaries, row_bytes = 0, 0, move.hold()["row_bytes"]
-    while True:
-        reports = move.take(budget=70 * row_bytes)
-        for report in reports:
-            assert report["failed"] == ""
-            assert (report["cached"], report["bytes"]) == (
-                reports[0]["cached"],
-                reports[0]["bytes"],
-            )
-        here.at_boundary(audit)
-        rows += reports[0]["bytes"] // row_bytes
-        boundaries += 1
-        if reports[0]["done"]:
-            break
+    row_bytes = move.hold()["row_bytes"]
+    parts = take_all(here, move.order(budget=70 * row_bytes))
+    for reports in parts:
+        assert {report["failed"] for report in reports} == {""}
+        assert len({(tuple(report["cached"]), report["bytes"]) for report in reports}) == 1
+    here.at_boundary(audit)
+    rows = sum(reports[0]["bytes"] for reports in parts) // row_bytes
     assert reports[0]["cached"] == lengths
     assert rows == sum(lengths) - 100, "what both have in common goes over once"
-    assert boundaries == -(-rows // 70)
-    assert 70 * row_bytes > PIECE_BYTES, "a boundary takes several pieces"
+    assert len(parts) == -(-rows // 70)
+    assert 70 * row_bytes > PIECE_BYTES, "a part takes several pieces"
     move.end()
     assert move.resume() == lengths
     there.call("assert_no_leak")
@@ -316,6 +319,122 @@ def test_a_giving_rank_that_is_killed_in_the_middle(
     assert move.resume() == [0, 0]
 
 
+class Running:
+    """A request that runs here while something else happens."""
+
+    def __init__(self, here: EngineHarness) -> None:
+        self._here = here
+        params = {"temperature": 0.0, "max_new_tokens": 400, "ignore_eos": True}
+        self._rid = here.submit(random_prompts([50], seed=5)[0], params)
+        self.step(5)
+
+    def step(self, count: int) -> float:
+        """Each step must bring tokens. Returns the seconds of the longest."""
+        worst_s = 0.0
+        with policy("plain"):
+            for _ in range(count):
+                begun, before = time.perf_counter(), self._tokens()
+                while self._tokens() == before and time.perf_counter() - begun < NOTICED_S:
+                    self._here.step()
+                assert self._tokens() > before
+                worst_s = max(worst_s, time.perf_counter() - begun)
+        return worst_s
+
+    def end(self) -> None:
+        self._here.abort(self._rid)
+        self._here.step(4)
+
+    def _tokens(self) -> int:
+        return len(self._here.outputs[self._rid].ids)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("over", ["given up", "another controller", "its time"])
+def test_a_giver_that_stops_in_the_middle_holds_nobody_up(
+    here: EngineHarness, replica: Replica, tp_size: int, rank: int, over: str
+) -> None:
+    """What runs here steps on while rows do not come, and nothing of theirs stays: when whoever
+    waited for them gives up, when the controller that began it is gone, or when a transfer has
+    taken as long as it may."""
+    if rank >= tp_size:
+        pytest.skip("there is no such rank")
+    there = replica()
+    running = Running(here)
+    move = Move(here, there, [PROMPTS[0], PROMPTS[1]])
+    stopped = there.call("at_boundary", pid)[rank]
+    there.call("at_boundary", fault, "stops", rank)
+    lengths = move.hold()["lengths"]
+    move._held = [text[:n] for text, n in zip(move.texts, lengths, strict=True)]
+    connect(here, there, move.name, transfer_s=2.0 if over == "its time" else 60.0)
+    try:
+        stood_s = 0.0
+        for _ in range(2):
+            for report in here.at_boundary(command, "kv_take", move.order()):
+                assert report["under_way"]
+                stood_s += report["stood"]
+            stood_s += running.step(20)
+            here.at_boundary(audit)
+        if over == "its time":
+            assert all(here.at_boundary(arrived, move.name, NOTICED_S))
+        order = move.order() | {"texts": [], "give_up": over == "given up"}
+        if over != "another controller":
+            for report in here.at_boundary(command, "kv_take", order):
+                assert report["done"]
+                assert report["failed"]
+                assert report["bytes"] == 0
+                stood_s += report["stood"]
+        begun = time.monotonic()
+        while any(here.at_boundary(led, 2)) and time.monotonic() < begun + NOTICED_S:
+            stood_s += running.step(1)
+        assert here.at_boundary(led, 2)[0] == 0, "slots are kept for rows that nobody sends"
+        assert stood_s < STOOD_S
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    here.at_boundary(audit)
+    running.end()
+    move.end()
+    assert move.resume() == [0, 0]
+
+
+def test_a_giver_that_does_not_come_to_the_meeting_holds_nobody_up(
+    here: EngineHarness, replica: Replica
+) -> None:
+    there = replica()
+    running = Running(here)
+    name = next(_NAMES)
+    tickets = there.call("at_boundary", offer, name)
+    os.kill(there.process.pid, signal.SIGSTOP)
+    try:
+        here.at_boundary(open_beside, name, tickets, 1.0)
+        begun, worst_s = time.monotonic(), 0.0
+        while here.at_boundary(met, name)[0] is None and time.monotonic() < begun + NOTICED_S:
+            worst_s = max(worst_s, running.step(1))
+        assert "rank 0" in here.at_boundary(met, name)[0]
+        assert worst_s < STOOD_S
+    finally:
+        os.kill(there.process.pid, signal.SIGCONT)
+    there.call("at_boundary", close_peer, name)
+    running.end()
+    here.assert_no_leak()
+
+
+def test_what_a_request_brings_meanwhile_is_kept(here: EngineHarness, replica: Replica) -> None:
+    """Somebody asks here for the same text while its rows are on their way."""
+    there = replica()
+    move = Move(here, there, [PROMPTS[0]])
+    lengths = move.hold()["lengths"]
+    move._held = [text[:n] for text, n in zip(move.texts, lengths, strict=True)]
+    connect(here, there, move.name)
+    assert here.at_boundary(command, "kv_take", move.order())[0]["under_way"]
+    here.generate([PROMPTS[0]], {"temperature": 0.0, "max_new_tokens": 1})
+    here.at_boundary(audit)
+    reports = take_all(here, move.order())[-1]
+    assert [report["cached"] for report in reports] == [lengths] * len(reports)
+    here.at_boundary(audit)
+    move.end()
+    assert move.resume() == lengths
+
+
 @pytest.mark.full
 def test_a_taking_replica_that_is_killed_in_the_middle(
     here: EngineHarness, pair: tuple[str, str], tp_size: int, arguments: dict[str, Any]
@@ -363,12 +482,9 @@ def test_pages(
         assert lengths == [(len(text) - 1) // theirs * theirs for text in move.texts]
         move._held = [text[:n] for text, n in zip(move.texts, lengths, strict=True)]
         connect(here, there, move.name)
-        for _ in range(100):
-            (taken,) = move.take(budget=100 * found["row_bytes"])
-            assert not taken["failed"]
-            here.at_boundary(audit)
-            if taken["done"]:
-                break
+        ((taken,), *_) = reversed(take_all(here, move.order(budget=100 * found["row_bytes"])))
+        assert not taken["failed"]
+        here.at_boundary(audit)
         whole = [n // ours * ours for n in lengths]
         assert taken["cached"] == whole
         assert move.resume() == whole

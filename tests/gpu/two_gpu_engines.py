@@ -356,7 +356,7 @@ def _show(file: Path, content: str) -> None:
 
 def _move(report: Callable[[str, Any], None], here: Any, there: Any) -> None:
     """Eight sequences, gone on with here with their KV and without."""
-    from handoff_support import close_peer, command, connect
+    from handoff_support import close_peer, command, connect, take_all
 
     from overstory.workers.defrag.audit import audit
 
@@ -393,7 +393,7 @@ def _move(report: Callable[[str, Any], None], here: Any, there: Any) -> None:
         for way in ("with", "with again"):  # As without.
             here.flush_cache()
             taken = {"key": "k", "name": "k", "texts": cut, "budget": 1 << 34}
-            done = here.at_boundary(command, "kv_take", taken)
+            done = added(take_all(here, taken))
             here.at_boundary(audit)
             found, moved = resumed(here, sofar, committed, whole)
             apart = [first_difference(a, b) for a, b in zip(moved, computed, strict=True)]
@@ -407,6 +407,15 @@ def _move(report: Callable[[str, Any], None], here: Any, there: Any) -> None:
         here.assert_no_leak()
         there.call("assert_no_leak")
         report("no_leak", True)
+
+
+def added(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What each rank took in all parts."""
+    sums = ("bytes", "seconds", "stood")
+    return [
+        last | {name: sum(part[rank][name] for part in parts) for name in sums}
+        for rank, last in enumerate(parts[-1])
+    ]
 
 
 def _gb_s(carried: dict[str, Any]) -> float:

@@ -39,7 +39,7 @@ MADE_UP = 1000 if TOY else 200_000
 LAST = 600 if TOY else 65536
 """Computed last: its prefill takes most of the time."""
 BUDGET = 4 << 30
-"""Bytes at a boundary: the most that a deployment takes (`orchestrator.handoff.MOST_BYTES`)."""
+"""Bytes of a part: the most that a deployment takes (`orchestrator.handoff.MOST_BYTES`)."""
 KIND: Any = "tcp" if TOY else "nccl"
 LAYERS = int(os.environ.get("TWO_GPU_KIMI_LAYERS", "61"))
 
@@ -137,6 +137,8 @@ def take_weights(scheduler: Any, name: str) -> dict[str, Any]:
 
 def make_up(scheduler: Any, tokens: list[int]) -> int:
     """A text is in the prefix cache, its KV what lies there. Returns its length."""
+    from array import array
+
     import torch
 
     from overstory.workers.handoff import cached
@@ -145,7 +147,7 @@ def make_up(scheduler: Any, tokens: list[int]) -> int:
         held = cached.hold(scheduler, tokens)
         slots = cached.take_slots(scheduler, len(tokens) - len(held.slots))
         assert slots is not None, "no room"
-        cached.put_in(scheduler, tokens, held, slots)
+        cached.put_in(scheduler, array("q", tokens), len(held.slots), slots)
         cached.let_go(scheduler, held)
     return len(tokens)
 
@@ -226,23 +228,23 @@ def moved(here: Any, there: Any, tokens: list[int]) -> dict[str, Any]:
 
 
 def taken(here: Any, order: dict[str, Any]) -> dict[str, Any]:
-    """All of an order, boundary after boundary: `seconds` of taking, `wall_s` in all."""
-    from handoff_support import command
+    """All of an order, part after part: `seconds` that they were on their way, `stood_s` that the
+    loop stood for them, `wall_s` in all."""
+    from handoff_support import take_all
 
-    boundaries, total, seconds, begun = 0, 0, 0.0, time.perf_counter()
-    while True:
-        done = here.at_boundary(command, "kv_take", order)[0]
-        boundaries, total = boundaries + 1, total + done["bytes"]
-        seconds += done["seconds"]
-        if done["done"]:
-            break
+    begun = time.perf_counter()
+    parts = [reports[0] for reports in take_all(here, order)]
+    wall_s = time.perf_counter() - begun
+    total = sum(part["bytes"] for part in parts)
+    seconds = sum(part["seconds"] for part in parts)
     return {
         "bytes": total,
         "seconds": seconds,
-        "wall_s": time.perf_counter() - begun,
+        "stood_s": sum(part["stood"] for part in parts),
+        "wall_s": wall_s,
         "gb_s": total / max(seconds, 1e-9) / 1e9,
-        "boundaries": boundaries,
-        "failed": done["failed"],
+        "parts": len(parts),
+        "failed": parts[-1]["failed"],
     }
 
 

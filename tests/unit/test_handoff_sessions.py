@@ -34,7 +34,10 @@ class World:
         self.log: list[str] = []
         self.open: set[tuple[str, int]] = set()
         self.held: dict[str, list[int]] = {}
-        self.taken: dict[int, int] = {}
+        self.taken: dict[tuple[int, int], int] = {}  # rows by rank and text
+        self.under_way: dict[tuple[str, int], list[int]] = {}  # lengths, by key and rank
+        self.stalled = False
+        self.looks = 0
         self.fail: dict[str, str] = {}
 
     def ranks_of(self, replica: str) -> int:
@@ -51,6 +54,9 @@ class World:
             return "tcp"
         if what == "offer":
             return f"{rest[0]}/{rank}".encode()
+        if what == "arrived":
+            self.looks += 1
+            return not self.stalled
         self.log.append(f"{what} {replica} {rank}")
         if what == "open":
             ticket = rest[2]
@@ -79,31 +85,36 @@ class World:
         return {"running": [], "lengths": lengths, "row_bytes": ROW}
 
     def _take(self, rank: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        assert len(self.open) >= 4, "all ranks have met"
-        texts = arguments["texts"]
-        assert [len(text) for text in texts] == self.held[arguments["key"]]
-        reason = self.fail.get(f"kv_take {rank}", "")
+        """60 rows a part. The first time nothing has come yet."""
+        key = arguments["key"]
+        if not arguments["texts"]:
+            lengths = self.under_way.get((key, rank), [])
+        else:
+            assert len(self.open) >= 4, "all ranks have met"
+            lengths = self.under_way[key, rank] = [len(text) for text in arguments["texts"]]
+            assert lengths == self.held[key]
+        told = {"bytes": 0, "seconds": 0.0, "stood": 0.01, "done": True}
         if self.fail.get("kv_take 1"):
-            failed = reason or "another rank did not get its rows"
-            return {
-                "cached": [0] * len(texts),
-                "bytes": 0,
-                "seconds": 0.0,
-                "done": True,
-                "failed": failed,
-            }
-        left = 60
-        have = []
-        for number, text in enumerate(texts):
-            before = self.taken.get(number, 0)
-            count = min(left, len(text) - before)
-            left -= count
-            have.append(before + count)
-        if rank == 1:
-            self.taken = dict(enumerate(have))
-        done = have == [len(text) for text in texts]
-        moved = (60 - left) * ROW
-        return {"cached": have, "bytes": moved, "seconds": 0.1, "done": done, "failed": ""}
+            self.under_way.pop((key, rank))
+            failed = self.fail.get(f"kv_take {rank}") or "another rank did not get its rows"
+            return told | {"cached": [0] * len(lengths), "failed": failed}
+        before = [self.taken.get((rank, n), 0) for n in range(len(lengths))]
+        if arguments["give_up"]:
+            self.under_way.pop((key, rank), None)
+            return told | {"cached": before, "failed": "given up"}
+        if arguments["texts"]:
+            return told | {"cached": before, "failed": "", "done": False}
+        left, have = 60, []
+        for count, length in zip(before, lengths, strict=True):
+            more = min(left, length - count)
+            left -= more
+            have.append(count + more)
+        self.taken |= {(rank, n): count for n, count in enumerate(have)}
+        done = have == lengths
+        if done:
+            self.under_way.pop((key, rank))
+        came = {"bytes": (60 - left) * ROW, "seconds": 0.1, "stood": 0.01}
+        return came | {"cached": have, "done": done, "failed": ""}
 
     def _let_go(self, rank: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
         if rank == 1:
@@ -145,12 +156,17 @@ def test_sequences_that_leave_together_go_in_one_session() -> None:
     handoffs = HandOffs(world)
     assert run(world, together(handoffs, "a", "b"), handoffs) == [90, 40]
     assert world.log.count("kv_hold old") == 1
-    assert world.log.count("kv_take new") == 3, "60 rows at a boundary"
+    assert world.log.count("kv_take new") == 1 + 3, "60 rows a part"
     assert world.held == {}
     assert world.open == set(), "the ranks have parted"
     assert handoffs.figures.sequences == 2
     assert handoffs.figures.bytes == 2 * 130 * ROW
-    assert handoffs.figures.seconds == pytest.approx(0.3)
+    assert handoffs.figures.seconds == pytest.approx(0.04)
+    assert handoffs.figures.carrying_s == pytest.approx(0.3)
+    assert handoffs.figures.meetings == 1
+    longest = handoffs.figures.longest_wait_s
+    assert 0 < longest <= handoffs.figures.waited_s <= 2 * longest
+    assert world.under_way == {}
 
 
 def test_the_ranks_meet_once_for_several_sessions() -> None:
@@ -193,6 +209,7 @@ def test_what_goes_wrong_is_told_and_nothing_stays(fault: dict[str, str], reason
     assert reason in str(outcomes[0])
     assert world.held == {}
     assert world.open == set()
+    assert world.under_way == {}
     assert (handoffs.figures.fallbacks, handoffs.figures.sequences) == (2, 0)
     assert reason in handoffs.status()["last_reason"]
     if "offer" in fault:
@@ -200,14 +217,17 @@ def test_what_goes_wrong_is_told_and_nothing_stays(fault: dict[str, str], reason
 
 
 def test_what_takes_too_long_is_left_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waited has given up by then: the taking replica stands still for nobody."""
-    monkeypatch.setattr(handoff, "BRING_S", -1.0)
+    """Whoever waited has given up by then."""
+    monkeypatch.setattr(handoff, "BRING_S", 0.2)
+    monkeypatch.setattr(handoff, "LOOK_S", 0.01)
     world = World()
+    world.stalled = True
     handoffs = HandOffs(world)
     outcomes = run(world, together(handoffs, "a", "b"), handoffs)
-    assert [str(outcome) for outcome in outcomes] == ["not all of it came in -1 s"] * 2
-    assert world.log.count("kv_take new") == 1
-    assert (world.held, world.open) == ({}, set())
+    assert [str(outcome) for outcome in outcomes] == ["not all of it came in 0.2 s"] * 2
+    assert world.looks >= 2
+    assert world.log.count("kv_take new") == 2
+    assert (world.held, world.open, world.under_way) == ({}, set(), {})
 
 
 def test_a_controller_that_ends_lets_go() -> None:
@@ -224,7 +244,7 @@ def test_a_controller_that_ends_lets_go() -> None:
 
     outcomes = run(world, in_the_middle(), handoffs)
     assert [str(outcome) for outcome in outcomes] == ["the controller ends"] * 2
-    assert (world.held, world.open) == ({}, set())
+    assert (world.held, world.open, world.under_way) == ({}, set(), {})
 
 
 def test_a_boundary_takes_about_as_long_on_any_link() -> None:

@@ -3,7 +3,9 @@
 A request that moves is a text whose KV the next replica will look for in its prefix cache. So KV is
 handed over as cached text, and resuming needs nothing new: what is not there is computed again.
 
-All of it runs at a boundary, in the loop's thread: the cache is the loop's.
+All of it runs at a boundary, in the loop's thread: the cache is the loop's. While rows are on their
+way their slots are cached text too, of a key that no request has: so they have an owner as every
+slot has.
 """
 
 from __future__ import annotations
@@ -34,6 +36,19 @@ class Held:
     node: Any
 
 
+@dataclass(frozen=True)
+class Reserved:
+    """Slots that rows are written to while the loop goes on.
+
+    Attributes:
+        slots: int64 [n], whole pages.
+        node: the cache's, locked, under a key of its own.
+    """
+
+    slots: torch.Tensor
+    node: Any
+
+
 def cannot(scheduler: Scheduler) -> str:
     """Why this engine's KV cannot be handed over; empty if it can."""
     if reason := unfamiliar(scheduler):
@@ -42,6 +57,8 @@ def cannot(scheduler: Scheduler) -> str:
         return "the prefix cache is off (disable_radix_cache)"
     if getattr(scheduler.tree_cache, "is_eagle", False):
         return "the prefix cache counts pairs of tokens (EAGLE)"
+    if getattr(scheduler.tree_cache, "enable_kv_cache_events", False):
+        return "events of the prefix cache are published (kv_events_config)"
     return ""
 
 
@@ -81,18 +98,54 @@ def take_slots(scheduler: Scheduler, count: int) -> torch.Tensor | None:
     return slots
 
 
-def give_back(scheduler: Scheduler, slots: torch.Tensor) -> None:
-    """Slots of `take_slots` that came to nothing."""
-    scheduler.token_to_kv_pool_allocator.free(slots)
+def reserve(scheduler: Scheduler, count: int, name: str) -> Reserved | None:
+    """Slots for `count` rows, whole pages; None where there is no room.
 
-
-def put_in(scheduler: Scheduler, tokens: Sequence[int], held: Held, slots: torch.Tensor) -> None:
-    """The cache owns `slots`, whole pages, from now on, as the KV of the tokens after those
-    `held`."""
+    Args:
+        scheduler: this replica's.
+        count: rows.
+        name: unique.
+    """
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
-    whole = torch.cat((held.slots, slots))
-    key = RadixKey(array("q", tokens[: len(whole)]))
+    slots = take_slots(scheduler, count)
+    if slots is None:
+        return None
+    cache = scheduler.tree_cache
+    key = RadixKey(array("q", range(count)), extra_key=f"on its way: {name}")
+    node = cache.insert(InsertParams(key=key, value=slots)).last_device_node
+    cache.inc_lock_ref(node)
+    return Reserved(slots, node)
+
+
+def release(scheduler: Scheduler, reserved: Reserved) -> torch.Tensor:
+    """Takes them out of the cache. Returns the slots, which are nobody's now."""
+    cache = scheduler.tree_cache
+    cache.dec_lock_ref(reserved.node)
+    cache._delete_leaf(reserved.node)
+    return reserved.slots
+
+
+def give_back(scheduler: Scheduler, slots: torch.Tensor) -> None:
+    """Slots that came to nothing."""
+    if len(slots):
+        scheduler.token_to_kv_pool_allocator.free(slots)
+
+
+def put_in(scheduler: Scheduler, tokens: array[int], start: int, slots: torch.Tensor) -> Any:
+    """The cache owns `slots`, whole pages, from now on, as the KV of the `tokens` from `start` on.
+    What it has of them meanwhile, by a request with the same beginning, it keeps.
+
+    Returns:
+        its node of the last of these tokens.
+    """
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    whole = torch.cat((slots.new_zeros(start), slots))  # What is before is there, and held.
+    key = RadixKey(tokens[: len(whole)])
     result = scheduler.tree_cache.insert(InsertParams(key=key, value=whole))
-    assert result.prefix_len == len(held.slots), "the cache changed between match and insert"
+    assert result.prefix_len >= start, "what was held is gone"
+    give_back(scheduler, whole[start : result.prefix_len])
+    return result.last_device_node

@@ -2,19 +2,18 @@
 
 ```
 giving replica  kv_hold    texts found in the prefix cache and held; a thread sends what is asked
-taking replica  kv_take    slots taken, rows received, all ranks agree, rows become cached text
-                ...        again until it has all; so many bytes each time: its ranks wait
+taking replica  kv_take    slots reserved; a thread asks for rows (`taking.py`)
+                kv_take    all ranks agree that they came: they become cached text; the next ones
+                ...        again until it has all
 giving replica  kv_let_go
 ```
 """
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +21,14 @@ import torch
 
 from overstory.workers.handoff import cached
 from overstory.workers.handoff.peers import Peers
-from overstory.workers.handoff.pieces import Carried, Piece
+from overstory.workers.handoff.pieces import Piece
 from overstory.workers.handoff.rows import RowTable
+from overstory.workers.handoff.taking import KvTaking
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
     from overstory.workers.commands import CommandContext, CommandTable
-
-logger = logging.getLogger(__name__)
 
 _REMEMBERED = 4096
 """Requests that are known as fetched: more than leave a replica in the seconds of its going."""
@@ -60,6 +58,7 @@ class KvHandoff:
         self._held: dict[str, _Order] = {}
         self._fetched: deque[str] = deque(maxlen=_REMEMBERED)
         self._table: RowTable | None = None
+        self._taking = KvTaking(self._own_peers, self._rows, lambda: self.identity)
 
     def register(self, table: CommandTable) -> None:
         """Adds the commands."""
@@ -68,22 +67,26 @@ class KvHandoff:
         table.register("kv_let_go", self.let_go)
 
     def holding(self) -> int:
-        """Hand-offs that this rank gives to at present. From any thread."""
+        """Hand-offs that this rank gives to or takes from at present. From any thread."""
         with self._lock:
-            return len(self._held)
+            return len(self._held) + self._taking.count()
 
     def outgoing(self) -> dict[str, Any]:
-        """`holding`, and `fetched`: requests whose KV was asked for and let go. From any thread."""
+        """`holding`, hand-offs that this rank gives to, and `fetched`: requests whose KV was asked
+        for and let go. From any thread."""
         with self._lock:
             return {"holding": len(self._held), "fetched": list(self._fetched)}
 
     def led_by(self, context: CommandContext) -> None:
         """At a boundary: lets go of what was held for a controller before this one, which cannot
-        end what it began. A thread that is sending it finds so; the taker computes the rest."""
+        end what it began. A thread that is sending it finds so; the taker computes the rest. So
+        with what is taken."""
         with self._lock:
             orphans = [key for key, order in self._held.items() if order.epoch < context.epoch]
         for key in orphans:
             self._end(context, key)
+        with torch.inference_mode():
+            self._taking.led_by(context)
 
     # ------------------------------------------------------------------ giving
 
@@ -155,89 +158,29 @@ class KvHandoff:
     # ------------------------------------------------------------------ taking
 
     def take(self, context: CommandContext, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Takes up to `budget` bytes of the KV of `texts` (lists of tokens, as long as the giver
-        holds them, held under `key`) over the communicator `name`.
-
-        All ranks take alike or none does: what one could not get, all give back. This replica's
-        pages are taken whole, whatever those of the giver are; the rest of a text is left to be
-        computed.
-
-        Returns:
-            `cached`, tokens of each text in this replica's cache now; `bytes`, `seconds`; `done`,
-            whether nothing is left to take; `failed`, with the reason, if it ended early.
-        """
-        scheduler = context.scheduler.raw
-        texts: Sequence[Sequence[int]] = arguments["texts"]
-        if reason := self._cannot(scheduler):
-            return {"failed": reason, "cached": [], "bytes": 0, "seconds": 0.0, "done": True}
-        table = self._rows(scheduler)
-        page = cached.page_size(scheduler)
-        left = max(1, int(arguments["budget"]) // table.row_bytes // page) * page
-        carried, lengths, failed, done = Carried(0, 0.0), [], "", True
-        with torch.inference_mode():
-            for number, tokens in enumerate(texts):
-                held = cached.hold(scheduler, tokens)
-                try:
-                    start, whole = len(held.slots), len(tokens) // page * page
-                    count = min(left, whole - start)
-                    if count > 0 and not failed:
-                        what = {"key": arguments["key"], "text": number}
-                        part, failed = self._take_rows(
-                            scheduler, arguments["name"], what, tokens, held, count
-                        )
-                        carried += part
-                        left -= count
-                        start += 0 if failed else count
-                    done = done and start == whole
-                    lengths.append(start)
-                finally:
-                    cached.let_go(scheduler, held)
-        return {
-            "cached": lengths,
-            "bytes": carried.bytes,
-            "seconds": carried.seconds,
-            "done": done or bool(failed),
-            "failed": failed,
-        }
-
-    def _take_rows(
-        self,
-        scheduler: Scheduler,
-        name: str,
-        what: Mapping[str, Any],
-        tokens: Sequence[int],
-        held: cached.Held,
-        count: int,
-    ) -> tuple[Carried, str]:
-        """Rows of the `count` tokens after those held; the reason if they did not come."""
-        start = len(held.slots)
-        slots = cached.take_slots(scheduler, count)
-        if slots is None:  # The same on all ranks: none has asked for anything.
-            return Carried(0, 0.0), f"no room for {count} rows"
-        begun = time.perf_counter()
-        reason = ""
-        try:
-            assert self.peers is not None, "commands run after the rank has started"
-            taker = self.peers.taker(name)
-            table = self._rows(scheduler)
-            order = {
-                "what": "kv",
-                **what,
-                "start": start,
-                "end": start + count,
-                "rows": table.described(),
-                "identity": self.identity,
+        """See `KvTaking.take`."""
+        if reason := self._cannot(context.scheduler.raw):
+            return {
+                "cached": [],
+                "bytes": 0,
+                "seconds": 0.0,
+                "stood": 0.0,
+                "under_way": False,
+                "done": True,
+                "failed": reason,
             }
-            taker.take(order, table.scatter(slots, taker.piece_bytes))
-        except Exception as error:  # Whatever it is: the other ranks wait for this one's vote.
-            logger.warning("rows did not come: %s: %s", type(error).__name__, error)
-            reason = str(error) or type(error).__name__
-        if not agreed(scheduler, not reason):
-            cached.give_back(scheduler, slots)
-            return Carried(0, 0.0), reason or "another rank did not get its rows"
-        cached.put_in(scheduler, tokens, held, slots)
-        table = self._rows(scheduler)
-        return Carried(count * table.row_bytes, time.perf_counter() - begun), ""
+        with torch.inference_mode():
+            return self._taking.take(context, arguments)
+
+    def arrived(self, key: str, timeout_s: float) -> bool:
+        """See `KvTaking.await_part`."""
+        return self._taking.await_part(key, timeout_s)
+
+    def _own_peers(self) -> Peers:
+        assert self.peers is not None, "commands run after the rank has started"
+        return self.peers
+
+    # ------------------------------------------------------------------ both
 
     def _cannot(self, scheduler: Scheduler) -> str:
         """Why this engine's KV cannot be handed over; empty if it can."""
@@ -255,13 +198,3 @@ class KvHandoff:
 
             self._table = RowTable(pool_buffers(scheduler))
         return self._table
-
-
-def agreed(scheduler: Scheduler, mine: bool) -> bool:
-    """Whether all ranks of the replica say yes. Every rank asks at the same boundary."""
-    group = scheduler.tp_group
-    if group.world_size == 1:
-        return mine
-    vote = torch.tensor([int(mine)])
-    torch.distributed.all_reduce(vote, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
-    return bool(vote.item())

@@ -113,6 +113,10 @@ class RankSide:
         """See `Peers.close`."""
         self._peers.close(name)
 
+    def arrived(self, key: str, timeout_s: float) -> bool:
+        """See `KvTaking.await_part`."""
+        return self._parts()[0].arrived(key, timeout_s)
+
     def digest_gather(self, rank: int, chain: DigestChain) -> DigestGather:
         """Digests compared between the ranks of this replica, by what carries hand-offs."""
         return DigestGather(rank, chain, self.kind(), self._torch_device, self._address)

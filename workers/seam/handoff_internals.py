@@ -19,7 +19,17 @@ def entries() -> tuple[Entry, ...]:
         Internal(
             f"{_CACHE}.radix_cache.RadixCache",
             "KV is handed over as cached text",
-            "match_prefix insert inc_lock_ref dec_lock_ref",
+            "match_prefix insert inc_lock_ref dec_lock_ref _delete_leaf",
+        ),
+        Internal(
+            f"{_CACHE}.radix_cache.RadixKey",
+            "slots that rows are on their way to are under a key of their own",
+            "token_ids extra_key",
+        ),
+        Inline(
+            f"{_CACHE}.radix_cache.RadixCache._delete_leaf",
+            "a node goes and its slots stay",
+            "self.evictable_size_ -= len(node.key)",
         ),
         Inline(
             f"{_CACHE}.radix_cache.RadixCache.insert",
