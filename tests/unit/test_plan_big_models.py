@@ -360,7 +360,7 @@ def test_a_preset_s_own_command_plans_its_whole_context(file: Path) -> None:
     context = load_spec(file).engine["context_length"]
     assert plan["longest_context"][0] == {"batch": 1, "tokens": context}
     assert [row["batch"] for row in plan["longest_context"]] == [1, 8, 32]
-    told = re.findall(r"KV pool of ([\d,]+) tokens", file.read_text())
+    told = re.findall(r"eaves a KV pool of ([\d,]+) tokens", file.read_text())
     assert all(
         int(number.replace(",", ""))
         == pytest.approx(plan["memory_per_rank"]["kv_tokens"], rel=0.01)
