@@ -135,7 +135,7 @@ def _rates(grid: Grid, nodes: int) -> Iterator[str]:
 
 def _stages(grid: Grid) -> Iterator[str]:
     names = [field.name for field in fields(StepTime)]
-    header = ["batch", "context", "draft", "tokens/step", "step, ms"]
+    header = ["batch", "context", "draft", "tokens/step (estimated)", "step (estimated)"]
     header += [f"{name} ({BASIS[name]})" for name in names]
     rows = []
     first = min(row.nodes for row in grid.estimates)
@@ -158,10 +158,11 @@ def _stages(grid: Grid) -> Iterator[str]:
 def render_grid(grid: Grid) -> str:
     """Markdown, without a trailing newline."""
     spec, gpu = grid.spec, grid.gpu
-    drafts = f"a chain yields {grid.chain_tokens:g} tokens a step" if spec.drafter else "no drafter"
+    chain = f"a step of a chain yields {grid.chain_tokens:g} (estimated)"
+    drafts = chain if spec.drafter else "no drafter"
     lines = [
         f"{spec.model.rsplit('/', 1)[-1]}, tensor parallel {spec.tp_size}, {gpu.name}; a replica's "
-        f"KV pool holds {grid.kv_tokens:,} tokens; {drafts}.",
+        f"KV pool holds {grid.kv_tokens:,} tokens (modelled); {drafts}.",
         "",
     ]
     for nodes in sorted({row.nodes for row in grid.estimates}):

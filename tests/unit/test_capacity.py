@@ -236,6 +236,25 @@ def test_the_pages_tables_are_what_the_command_prints() -> None:
     assert tables(text, lambda _: "old").count("\nold\n") == 2
 
 
+def test_every_number_is_marked() -> None:
+    """Columns of the tables, their captions, and what the first line says."""
+    done = CliRunner().invoke(app, ["capacity", str(PRESET), "--nodes", "1"])
+    marks = ("(measured)", "(modelled)", "(estimated)")
+    lines = done.stdout.splitlines()
+    assert all(mark in lines[0] for mark in ("tokens (modelled)", "4.5 (estimated)"))
+    assert "(estimated):" in lines[2]
+    header = next(line for line in lines if line.startswith("| batch | context | draft |"))
+    cells = [cell.strip() for cell in header.strip("|").split("|")][3:]
+    assert len(cells) == 10
+    assert all(cell.endswith(marks) for cell in cells), cells
+
+
+def test_a_deployment_without_a_drafter_says_so() -> None:
+    preset = PRESET.with_name("deployment-deepseek-r1.yaml")
+    done = CliRunner().invoke(app, ["capacity", str(preset), "--nodes", "1", "--batch", "1"])
+    assert done.stdout.splitlines()[0].endswith("(modelled); no drafter.")
+
+
 def test_what_a_tree_costs_over_a_chain_as_the_page_says() -> None:
     assert (
         "costs 1.2 to 1.4\n  times that of a chain, of 31 nodes 1.7 to 2.1 times"
