@@ -207,7 +207,8 @@ class OverstoryAttention(AttentionBackend):
         lengths = [prefix + count for prefix, count in zip(prefixes, counts, strict=True)]
         parts = (blocks.row_bounds, blocks.key_begins, blocks.key_ends, lengths)
         row_bounds, begins, ends, all_lengths = self._to_device(parts)
-        self._lists.fill(self._table, forward_batch.req_pool_indices, all_lengths)
+        # int64 as SGLang's lengths of decode forwards: their variant of the kernel is compiled.
+        self._lists.fill(self._table, forward_batch.req_pool_indices, all_lengths.long())
         return RowPlan(blocks.rows, row_bounds, begins, ends)
 
     def _to_device(self, parts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, ...]:
