@@ -66,6 +66,7 @@ class ControllerMetrics:
                 self._set("tokens_per_step", rank.get("tokens_per_forward"), replica=name)
                 self._set("tree_policy", 1.0, replica=name, policy=str(rank.get("policy")))
                 self._drafter(rank.get("auto") or {}, name)
+                self._count("stood_seconds", rank.get("stood_s") or 0.0, replica=name)
                 load = rank["load"] or {}
                 self._set("engine_running", load.get("running"), replica=name)
                 self._set("engine_waiting", load.get("waiting"), replica=name)
@@ -88,6 +89,8 @@ class ControllerMetrics:
     def _hand_offs(self, figures: Mapping[str, Any]) -> None:
         self._count("kv_handed_over_bytes", figures.get("bytes", 0))
         self._count("kv_hand_over_seconds", figures.get("seconds", 0.0))
+        self._count("kv_hand_over_wait_seconds", figures.get("waited_s", 0.0))
+        self._count("kv_hand_over_meet_seconds", figures.get("meeting_s", 0.0))
         self._count("kv_hand_overs", figures.get("sequences", 0), outcome="moved")
         self._count("kv_hand_overs", figures.get("fallbacks", 0), outcome="computed")
 

@@ -359,7 +359,10 @@ class ControllerState:
         replica: ReplicaRecord, rank: int, report: Mapping[str, Any], now: float
     ) -> dict[str, Any]:
         health = replica.judges[rank].judge(now)
-        kept = ("pid", "forwards", "iterations", "policy", "auto", "load", "steps", "weights")
+        kept = (
+            *("pid", "forwards", "iterations", "policy", "auto", "load", "steps", "weights"),
+            *("stood_s", "stands", "meetings"),
+        )
         return {
             "rank": rank,
             "health": health.state,

@@ -79,6 +79,8 @@ DEPLOYMENT = (
     Panel("KV that came from replicas that go", "short", (
         ("sum(rate(kv_handed_over_bytes_total{}[$interval]))", "bytes/s"),
         ("sum(rate(kv_hand_over_seconds_total{}[$interval]))", "share of time"),
+        ("sum(rate(kv_hand_over_wait_seconds_total{}[$interval]))", "sequences that wait"),
+        ("sum(rate(kv_hand_over_meet_seconds_total{}[$interval]))", "share of time meeting"),
         ("sum by (outcome) (rate(kv_hand_overs_total{}[$interval]))", "sequences {{outcome}}/s"),
     )),
 )  # fmt: skip
@@ -119,6 +121,8 @@ REPLICA = (
         ("sum by (replica) (engine_running{})", "{{replica}} running"),
         ("sum by (replica) (engine_waiting{})", "{{replica}} waiting"),
     )),
+    Panel("Share of time in iterations above 0.25 s", "percentunit",
+          (("sum by (replica) (rate(stood_seconds_total{}[$interval]))", "{{replica}}"),)),
     Panel("KV pool", "short",
           (("sum by (state) (kv_slots{rank=\"0\",})", "{{state}}"),), True),
     Panel("Rows of requests that lie side by side", "percentunit",

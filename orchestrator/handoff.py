@@ -41,6 +41,8 @@ LET_GO_S = 5.0
 
 MEET_S = 5.0
 """Longest that ranks wait for each other: sequences wait as long."""
+STEERED_S = 2.0
+"""Longest that sequences wait for the first lease of the replica that they have come to."""
 TOGETHER_S = 0.02
 """How long the first sequence of a session waits for others that leave at the same time."""
 HOLD_TRIES = 40
@@ -86,7 +88,8 @@ class HandOffFigures:
         seconds: that ranks stood still for it, the slowest of a replica each time.
         carrying_s: that it was on its way, while they stepped on.
         waited_s: that sequences waited for their KV, each by itself; longest_wait_s of these.
-        meetings: of ranks of two replicas; meeting_s that these took.
+        meetings: of ranks of two replicas; meeting_s that these took, holding_s until givers held
+            what was asked for, taking_s until takers had it.
         last_reason: of the last fallback.
     """
 
@@ -99,6 +102,8 @@ class HandOffFigures:
     longest_wait_s: float = 0.0
     meetings: int = 0
     meeting_s: float = 0.0
+    holding_s: float = 0.0
+    taking_s: float = 0.0
     last_reason: str = ""
 
 
@@ -190,8 +195,12 @@ class HandOffs:
         try:
             try:
                 await self._meet(pair)
+                begun = time.monotonic()
                 lengths = await self._hold(pair, key, texts)
+                held = time.monotonic()
+                self.figures.holding_s += held - begun
                 cached, failed = await self._take(pair, key, texts, lengths)
+                self.figures.taking_s += time.monotonic() - held
             finally:
                 if pair.name:
                     await self._let_go(pair, key)
@@ -211,7 +220,7 @@ class HandOffs:
     async def _meet(self, pair: _Pair) -> None:
         """Rank i of one with rank i of the other; all or none."""
         steering, ranks = self._steering, self._steering.ranks_of(pair.giver)
-        if steering.ranks_of(pair.taker) != ranks:
+        if await self._steered(pair.taker) != ranks:
             raise NotMoved(f"{pair.giver} and {pair.taker} have not as many ranks")
         if pair.name:
             return
@@ -236,6 +245,18 @@ class HandOffs:
         if failures:
             await self._part(pair)
             raise NotMoved(f"the ranks did not meet: {failures[0]}") from failures[0]
+
+    async def _steered(self, taker: str) -> int:
+        """Ranks of the taking replica, which may have begun to serve just now: sequences come to it
+        before it is under its first lease."""
+        until = time.monotonic() + STEERED_S
+        while True:
+            try:
+                return self._steering.ranks_of(taker)
+            except NotMoved:
+                if time.monotonic() > until:
+                    raise
+            await asyncio.sleep(TOGETHER_S)
 
     async def _hold(self, pair: _Pair, key: str, texts: Sequence[Text]) -> list[int]:
         """Tokens of each text that the giver holds KV of."""

@@ -136,6 +136,12 @@ CONTROLLER = (
     _gauge(
         "drafter_in_use", "0 or 1", "The automatic policy drafts, or tries to again", "replica"
     ),
+    _counter(
+        "stood_seconds", "seconds",
+        "Time of iterations of rank 0 that were longer than 0.25 s: prefills, what is compiled or "
+        "loaded for the first time, commands at boundaries",
+        "replica",
+    ),
     _gauge("engine_running", "requests", "Requests in the running batch", "replica"),
     _gauge("engine_waiting", "requests", "Requests in the engine's own queue", "replica"),
     _gauge(
@@ -159,6 +165,8 @@ CONTROLLER = (
     ),
     _counter("kv_handed_over_bytes", "bytes", "KV that came from replicas that go"),
     _counter("kv_hand_over_seconds", "seconds", "Time that ranks stood still to take it"),
+    _counter("kv_hand_over_wait_seconds", "seconds", "Time that sequences waited for it"),
+    _counter("kv_hand_over_meet_seconds", "seconds", "Time that ranks took to meet for it"),
     _counter(
         "kv_hand_overs", "sequences",
         "Sequences that moved while their KV could be had, by outcome: moved (with all of it), "

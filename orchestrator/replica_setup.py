@@ -14,16 +14,19 @@ from overstory.orchestrator.replica_health import HealthLimits
 from overstory.orchestrator.spec import DeploymentSpec
 from overstory.workers.ddtree import POLICY_ENV
 from overstory.workers.digest_gather import COMPARE_VARIABLE
+from overstory.workers.handoff.rank_side import HAND_OFF_VARIABLE
 from overstory.workers.policy import FLOOR_ENV, MEASURE_SECONDS_ENV
 
 
 def policy_environment(spec: DeploymentSpec) -> dict[str, str]:
-    """Environment of the ranks: how they compare, their first tree policy, and what an automatic
-    one needs."""
+    """Environment of the ranks: how they compare, whether they hand over, their first tree policy,
+    and what an automatic one needs."""
     rule = {
         POLICY_ENV: str(resolve_engine(spec).rule),
         COMPARE_VARIABLE: spec.control.compare_digests,
     }
+    if spec.hands_over_kv or spec.hands_over_weights:
+        rule[HAND_OFF_VARIABLE] = "1"
     if spec.tree.policy == "fixed":
         return rule
     return rule | {

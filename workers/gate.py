@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,6 +29,10 @@ from typing import Any, Protocol
 from overstory.orchestrator.lease import Lease, LeaseLedger, LeaseView
 from overstory.workers.wake_line import WakeLine
 
+STAND_S = 0.25
+"""An iteration of rank 0 that takes longer is counted and noted: a prefill, a compilation, a
+command at a boundary, or a process with no turn on its CPU."""
+STANDS_KEPT = 8
 IDLE_WAIT_S = 5.0
 """Longest sleep of an idle replica: bounds how late SGLang's own idle housekeeping runs. Must stay
 well below the process group's time-out, since the other ranks spend it in a broadcast."""
@@ -97,6 +102,9 @@ class StepGate:
         self._quiet_until: float = 0  # batches up to which a busy loop need not stop here
         self._idle_s = 0.0
         self._lease_wait_s = 0.0
+        self._left_at = math.inf  # when the iteration under way began
+        self._stood_s = 0.0
+        self._stands: deque[tuple[float, float, int]] = deque(maxlen=STANDS_KEPT)
         self._clock = clock
         self._policy: str | None = None
         self._epoch = self._seq = 0
@@ -111,6 +119,13 @@ class StepGate:
         """
         assert self._rank == 0, "only rank 0 decides at the gate"
         launched = scheduler.launched()
+        self._note_stand(launched)
+        try:
+            return self._pull(scheduler, launched)
+        finally:
+            self._left_at = self._clock()
+
+    def _pull(self, scheduler: SchedulerView, launched: int) -> list[LeaseBegins]:
         if launched < self._quiet_until and not scheduler.idle():
             self._launched = launched
             return []
@@ -197,7 +212,11 @@ class StepGate:
             return self._ledger.view(self._launched)
 
     def counters(self) -> dict[str, Any]:
-        """Any rank's own count: iterations, launched batches, lease in force, seconds waited."""
+        """Any rank's own count: iterations, launched batches, lease in force, seconds waited.
+
+        Of rank 0 also `stood_s`, the time of iterations longer than `STAND_S`, and `stands`, the
+        last of these: when each ended (seconds since 1970), how long it took, batches by then.
+        """
         return {
             "iterations": self._iterations,
             "forwards": self._launched,
@@ -206,9 +225,18 @@ class StepGate:
             "policy": self._policy,
             "idle_s": round(self._idle_s, 3),
             "lease_wait_s": round(self._lease_wait_s, 3),
+            "stood_s": round(self._stood_s, 3),
+            "stands": [(round(at, 2), round(s, 3), batches) for at, s, batches in self._stands],
         }
 
     # ------------------------------------------------------------------ inside
+
+    def _note_stand(self, launched: int) -> None:
+        """At the end of an iteration of rank 0, which sleeps and waits for leases between two."""
+        took_s = self._clock() - self._left_at
+        if took_s > STAND_S:
+            self._stood_s += took_s
+            self._stands.append((time.time(), took_s, launched))
 
     def _has_work(self, scheduler: SchedulerView) -> bool:
         """Whether this iteration may launch a batch; an idle scheduler sleeps here first."""

@@ -197,6 +197,8 @@ class RankHost:
                 server_args, gpu_id, rank, attn_cp_rank, moe_dp_rank, moe_ep_rank, 0, None
             )
             publish(server_args, role="scheduler")
+            if not weights_from:  # Else it has met another rank already.
+                self._handoff.rehearse_meeting()
             with self._handoff.loading(server_args, rank, weights_from):
                 scheduler = Scheduler(
                     server_args=server_args,
@@ -218,6 +220,7 @@ class RankHost:
             rank == 0 or server_args.enable_metrics_for_all_schedulers
         ):
             pass_on(self._labels)
+        self._handoff.rehearse_rows(scheduler)
         settle_heap()
         self._enter("ready")
         return dict(scheduler.get_init_info())
@@ -275,8 +278,8 @@ class RankHost:
         Keys: rank, pid, phase, seconds (in the phase), iterations, forwards, epoch, seq, policy (in
         force), idle_s, lease_wait_s, lease (rank 0: the ledger), load, steps (by policy, see
         `overstory.workers.step_stats`), auto (`StepChooser.report`, None without a cost table),
-        weights (`RankSide.loaded`), digests (`LinksKept`), digest_us (mean cost), commands
-        (results by ticket).
+        weights and meetings (`RankSide.loaded`, `meetings`), digests (`LinksKept`), digest_us (mean
+        cost), commands (results by ticket).
         """
         report = {
             **self.health(),
@@ -288,6 +291,7 @@ class RankHost:
             "steps": STATS.snapshot(),
             "auto": self._view.automatic_policy() if self._view else None,
             "weights": self._handoff.loaded(),
+            "meetings": self._handoff.meetings(),
             "digests": self._digests.after(after_forward),
             "digest_us": self._notes.mean_us() if self._notes else 0.0,
             "commands": dict(self._command_results),

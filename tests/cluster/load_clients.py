@@ -64,8 +64,11 @@ def questions(model: str, count: int, max_tokens: int) -> list[Question]:
     return made
 
 
-def ask(url: str, question: Question) -> tuple[tuple[Any, ...], float]:
-    """The answer (text, finish reason, usage), and the longest time between two chunks."""
+def ask(
+    url: str, question: Question, on_gap: Callable[[float, float], None] | None = None
+) -> tuple[tuple[Any, ...], float]:
+    """The answer (text, finish reason, usage), and the longest time between two chunks. `on_gap` is
+    told of each: when it ended (`time.monotonic`), and how long it was."""
     if not question.stream:
         with _open(f"{url}/v1/completions", question.body, TIMEOUT_S) as response:
             body = json.load(response)
@@ -74,7 +77,10 @@ def ask(url: str, question: Question) -> tuple[tuple[Any, ...], float]:
     text, reason, usage, gap_s, last_s = "", None, None, 0.0, None
     for event in stream_completion(url, question.body, timeout_s=TIMEOUT_S):
         now_s = time.monotonic()
-        gap_s = max(gap_s, 0.0 if last_s is None else now_s - last_s)
+        if last_s is not None:
+            gap_s = max(gap_s, now_s - last_s)
+            if on_gap is not None:
+                on_gap(now_s, now_s - last_s)
         last_s = now_s
         text += event.text
         reason = event.finish_reason or reason

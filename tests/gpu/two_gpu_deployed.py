@@ -59,6 +59,16 @@ ROLLING = (
     *(("resources.cpus_per_rank=0.9", "engine.max_total_tokens=4096") if TOY else ()),
 )
 
+TP2 = (
+    "engine.tp_size=2",
+    "control.compare_digests=gather",
+    *(() if TOY else ("engine.enforce_disable_flashinfer_allreduce_fusion=true",)),
+)
+TOLD = ("pid", "forwards", "weights", "stood_s", "stands", "meetings")
+"""Of a rank, from the status."""
+LONG_S = 0.2
+"""A gap of a stream that is told by itself."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -84,14 +94,9 @@ CASES = {
     "rolling_off": Case(
         (*ROLLING, "control.kv_hand_off=off", "control.weights_from_peer=off"), restart=True
     ),
-    "tp2_noset1": Case(
-        (
-            "engine.tp_size=2",
-            "control.compare_digests=gather",
-            *(() if TOY else ("engine.enforce_disable_flashinfer_allreduce_fusion=true",)),
-        ),
-        {NOSET: "1"},
-    ),
+    "tp2_noset1": Case(TP2, {NOSET: "1"}),
+    "tp2_noset0": Case(TP2, {NOSET: "0"}),
+    "tp2_unset": Case(TP2),
     "second_gpu_noset0": Case(
         ("engine.tp_size=1",), {NOSET: "0"} | ({} if TOY else {"CUDA_VISIBLE_DEVICES": "1"})
     ),
@@ -122,6 +127,7 @@ class Answers(Seen):
 
     def __init__(self, url: str, clients: int) -> None:
         super().__init__()
+        self.long_gaps: list[tuple[float, float]] = []
         self._url, self._numbers, self._stop = url, itertools.count(), threading.Event()
         self._every = [prompt.text for prompt in heldout_prompts()]
         self._threads = [threading.Thread(target=self._ask, daemon=True) for _ in range(clients)]
@@ -142,9 +148,8 @@ class Answers(Seen):
             body = {"model": MODEL, "prompt": self._prompt(number), "max_tokens": NEW}
             kind = {"temperature": 1.0, "seed": number} if number % 2 else {"temperature": 0.0}
             try:
-                answer, gap_s = ask(
-                    self._url, Question(body | kind | {"ignore_eos": True}, stream=True)
-                )
+                question = Question(body | kind | {"ignore_eos": True}, stream=True)
+                answer, gap_s = ask(self._url, question, self._gap)
             except Exception as error:
                 self.failed.append(f"{type(error).__name__}: {error}")
                 continue
@@ -153,6 +158,10 @@ class Answers(Seen):
             self.gaps_s.append((time.monotonic(), gap_s))
             if answer[1:] != ("length", (answer[2][0], NEW)):
                 self.changed.append(f"request {number}: {answer[1:]}")
+
+    def _gap(self, at_s: float, gap_s: float) -> None:
+        if gap_s > LONG_S:
+            self.long_gaps.append((at_s, gap_s))
 
     def _prompt(self, number: int) -> str:
         text = f"# {number}\n"
@@ -189,7 +198,7 @@ def picture(deployed: Deployed) -> dict[str, Any]:
 def ranks_of(found: dict[str, Any]) -> list[dict[str, Any]]:
     ranks = [
         {"replica": replica["name"], "phase": replica["phase"], "rank": number}
-        | {name: rank.get(name) for name in ("pid", "forwards", "weights")}
+        | {name: rank.get(name) for name in TOLD}
         for replica in found["replicas"]
         for number, rank in enumerate(replica["ranks"])
     ]
@@ -197,8 +206,10 @@ def ranks_of(found: dict[str, Any]) -> list[dict[str, Any]]:
     return [rank | {"gpu": where.get(rank["pid"])} for rank in ranks]
 
 
-def period(seen: Seen, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What the clients saw while ``act`` ran."""
+def period(seen: Answers, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What the clients saw while ``act`` ran: `long_gaps` are when each ended, after the begin, and
+    its length; `began` counts from 1970, as `stands` of ranks do."""
+    began = round(time.time(), 2)
     begun, before = time.monotonic(), (seen.answers, len(seen.failed), len(seen.changed))
     more = act()
     ended = time.monotonic()
@@ -208,6 +219,12 @@ def period(seen: Seen, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         "seconds": round(ended - begun, 2),
         **{name: b - a for name, a, b in zip(names, before, counted, strict=True)},
         "worst_gap_s": round(seen.worst_gap_s(begun, ended), 3),
+        "began": began,
+        "long_gaps": [
+            (round(at - begun, 2), round(gap, 3))
+            for at, gap in sorted(seen.long_gaps)
+            if begun <= at <= ended
+        ][:40],
     } | more
 
 

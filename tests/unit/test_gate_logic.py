@@ -239,3 +239,29 @@ def test_a_loop_that_turns_idle_under_a_lease_still_sleeps(gate):
     scheduler.busy, scheduler.input = False, True
     gate.before_pull(scheduler)
     assert scheduler.naps == [5.0]
+
+
+def test_iterations_that_take_long_are_noted():
+    """What rank 0 sleeps for want of work, or waits for a lease, is no iteration."""
+    now = [100.0]
+    gate = StepGate(0, math.inf, lambda lease: None, clock=lambda: now[0])
+    scheduler = Scheduler()
+    for seconds in (0.1, 0.2, 0.7, 0.05, 1.5, 0.1):
+        gate.before_pull(scheduler)
+        scheduler.count += 1
+        now[0] += seconds
+    gate.before_pull(scheduler)
+    told = gate.counters()
+    assert told["stood_s"] == pytest.approx(2.2)
+    assert [(seconds, batches) for _, seconds, batches in told["stands"]] == [(0.7, 3), (1.5, 5)]
+    assert abs(told["stands"][-1][0] - time.time()) < DEADLINE_S
+
+    def sleeps(timeout_s, wake_line):
+        now[0] += 4.0
+        return True
+
+    scheduler.busy, scheduler.input_waits = False, sleeps
+    gate.before_pull(scheduler)
+    scheduler.busy = True
+    gate.before_pull(scheduler)
+    assert gate.counters()["stood_s"] == pytest.approx(2.2)

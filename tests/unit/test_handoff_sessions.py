@@ -127,6 +127,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """No waiting."""
     monkeypatch.setattr(handoff, "LINGER_S", 0.05)
     monkeypatch.setattr(handoff, "HOLD_PAUSE_S", 0.0)
+    monkeypatch.setattr(handoff, "STEERED_S", 0.1)
 
 
 def text(rid: str, length: int = 100) -> Text:
@@ -166,6 +167,9 @@ def test_sequences_that_leave_together_go_in_one_session() -> None:
     assert handoffs.figures.meetings == 1
     longest = handoffs.figures.longest_wait_s
     assert 0 < longest <= handoffs.figures.waited_s <= 2 * longest
+    parts = (handoffs.figures.meeting_s, handoffs.figures.holding_s, handoffs.figures.taking_s)
+    assert min(parts) > 0
+    assert sum(parts) < longest
     assert world.under_way == {}
 
 
@@ -292,6 +296,24 @@ def test_a_request_that_is_aborted_meanwhile_keeps_nothing() -> None:
     assert isinstance(gone, asyncio.CancelledError)
     assert other == 40
     assert (world.held, world.open) == ({}, set())
+
+
+def test_a_replica_that_is_not_under_lease_yet_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A restart drains the next replica as soon as the one before serves."""
+    monkeypatch.setattr(handoff, "STEERED_S", 60.0)
+    world = World()
+    del world.replicas["new"]
+    handoffs = HandOffs(world)
+
+    async def later() -> int:
+        moving = asyncio.ensure_future(handoffs.move("old", "new", text("a")))
+        await asyncio.sleep(0.1)
+        world.replicas["new"] = 2
+        return await moving
+
+    assert run(world, later(), handoffs) == 90
 
 
 def test_a_replica_that_is_gone_or_of_another_size() -> None:

@@ -66,6 +66,19 @@ class KvHandoff:
         table.register("kv_take", self.take)
         table.register("kv_let_go", self.let_go)
 
+    def rehearse(self, scheduler: Scheduler) -> None:
+        """Copies the row of slot 0, which is nobody's, out of the KV tensors and back."""
+        if self._cannot(scheduler):
+            return
+        table = self._rows(scheduler)
+        device = scheduler.token_to_kv_pool_allocator.device
+        staging = torch.empty(table.row_bytes, dtype=torch.uint8, device=device)
+        slots = torch.zeros(1, dtype=torch.int64, device=device)
+        with torch.inference_mode():
+            for pieces in (table.gather, table.scatter):
+                for piece in pieces(slots, table.row_bytes):
+                    piece.move(staging)
+
     def holding(self) -> int:
         """Hand-offs that this rank gives to or takes from at present. From any thread."""
         with self._lock:

@@ -118,6 +118,15 @@ class Conveyor:
             )
         return Carried(total, time.perf_counter() - begun)
 
+    def rehearse(self) -> None:
+        """Does once to a staging what transfers do, so that what that needs is loaded."""
+        with torch.inference_mode(), self._lanes() as lanes:
+            for lane in lanes:
+                with lane.filling():
+                    self._seal(lane.staging, 1)
+                with lane.carrying():
+                    self._broken(lane.staging, 1)
+
     @contextlib.contextmanager
     def _lanes(self) -> Iterator[list[_Lane]]:
         """Stagings to take turns with. At the end all is done; after an error nothing of it is

@@ -4,7 +4,11 @@ must answer before it has imported anything large."""
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +24,14 @@ if TYPE_CHECKING:
     from overstory.workers.handoff.commands import KvHandoff
     from overstory.workers.handoff.peers import Peers
 
+logger = logging.getLogger(__name__)
+
+HAND_OFF_VARIABLE = "OVERSTORY_HAND_OFF"
+"""Set where the deployment hands KV or weights over: a rank then does at its start what would hold
+its loop up the first time, while it serves."""
 TRANSFER_S = 10.0
-"""Longest that the ranks of a replica wait for rows of another one: they stand still meanwhile."""
+"""Longest that an order of another replica's rows may take."""
+MEETINGS_KEPT = 4
 BUILD_TRANSFERS = 5
 """A new replica builds its model before it asks for weights: a communicator may be idle for so many
 times its longest transfer."""
@@ -42,6 +52,41 @@ class RankSide:
         self._made: tuple[KvHandoff, Peers] | None = None
         self._identity = ""
         self._loaded: dict[str, Any] = {}
+        self._meetings: deque[dict[str, Any]] = deque(maxlen=MEETINGS_KEPT)
+
+    def rehearse_meeting(self) -> None:
+        """At the start of a rank: imports and library starts that the first meeting would bring. It
+        takes the interpreter's lock and the GPU's driver from whatever else runs by then."""
+        if HAND_OFF_VARIABLE not in os.environ:
+            return
+        try:
+            self._parts()
+            if self._device != "cpu":
+                self._rehearse_nccl()
+        except Exception as error:  # Whoever meets it finds out again, and does without.
+            logger.warning("KV and weights may not come from other replicas: %s", error)
+
+    def rehearse_rows(self, scheduler: Any) -> None:
+        """Once there is a KV pool: its rows are copied once, as a hand-off does."""
+        if HAND_OFF_VARIABLE not in os.environ:
+            return
+        try:
+            self._parts()[0].rehearse(scheduler)
+        except Exception as error:  # As above.
+            logger.warning("KV may not come from other replicas: %s", error)
+
+    def _rehearse_nccl(self) -> None:
+        from overstory.kernels import ops
+        from overstory.workers.collectives import Door, Seat, connect
+        from overstory.workers.handoff.pieces import Conveyor
+
+        device = self._torch_device()
+        ops.prepare(device)
+        alone = connect("nccl", Seat("rehearsal", 0, 1), Door(self._address()), device)
+        try:
+            Conveyor(alone, 1 << 16).rehearse()
+        finally:
+            alone.close()
 
     def register(self, table: CommandTable) -> None:
         """Adds the boundary commands."""
@@ -102,12 +147,26 @@ class RankSide:
         from overstory.workers.handoff.peers import IDLE_S
         from overstory.workers.handoff.pieces import PIECE_BYTES
 
+        begun = time.perf_counter()
         if kind == "nccl":
             from overstory.kernels import ops
+            from overstory.workers.collectives.nccl import load_nccl
 
             ops.prepare(self._torch_device())  # No boundary is to wait for a build.
+            load_nccl()
+        ready = time.perf_counter()
         idle_s = max(IDLE_S, BUILD_TRANSFERS * transfer_s)
         self._peers.open(name, kind, ticket, init_s, transfer_s, PIECE_BYTES[kind], idle_s)
+        met_s = time.perf_counter() - ready
+        told = {"name": name, "at": round(time.time(), 2)}
+        self._meetings.append(
+            told | {"libraries_s": round(ready - begun, 3), "met_s": round(met_s, 3)}
+        )
+
+    def meetings(self) -> list[dict[str, Any]]:
+        """The last ones: `name`, `at` (seconds since 1970, its end), `libraries_s` until its
+        libraries were there, `met_s` until the other rank was."""
+        return list(self._meetings)
 
     def close(self, name: str) -> None:
         """See `Peers.close`."""
