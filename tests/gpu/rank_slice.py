@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import slice_engine as _engine_first  # sets the environment before SGLang is there
 import slice_prefill
 from slice_auto import SURE, AutoBench, Drafts, start
-from slice_bench import StepBench, eager
+from slice_bench import StepBench, eager, in_parts
 from slice_config import published, rank_drafter, rank_target, toy, write_pair
 from slice_points import Cell, slots
 from slice_prefill import FULL, PrefillBench, compared
@@ -128,8 +128,26 @@ class Measurement:
             if self._role.layers is None:
                 self._report.attempt("alike", lambda: self._alike(bench))
         self._cells(bench, worker, cells[ours:])
+        if self._role.parts:
+            self._report.attempt("parts", lambda: self._parts(bench, worker))
         if self._role.auto:
             self._report.attempt("auto", lambda: self._auto(worker, bench))
+
+    def _parts(self, bench: StepBench, worker: Any) -> list[dict[str, Any]]:
+        """Points timed as one graph and in parts, one right after the other."""
+        found: list[dict[str, Any]] = self._report.content.get("parts", [])
+        for cell in cells_left(self._role.parts, found):
+            at = cell._replace(context=min(cell.context, 160)) if TOY else cell
+            bench.prepare(at)
+            for rows in rows_left(cell, found):
+                if self._left() < needed_s(cell, 61):
+                    return found
+                one = {"whole": bench.point(rows, 1.0)}
+                with in_parts(worker):
+                    one["in_parts"] = bench.point(rows, 1.0)
+                found.append(cell._asdict() | {"rows": rows} | one)
+                self._report.put("parts", found)
+        return found
 
     def _auto(self, worker: Any, bench: StepBench) -> list[dict[str, Any]]:
         """The automatic policy against each fixed one, with simulated acceptance."""

@@ -180,6 +180,16 @@ def _row_timer() -> Any:
 
 
 @contextlib.contextmanager
+def in_parts(worker: Any) -> Iterator[None]:
+    """Steps as those of several ranks: graphs of the forwards, and small launches between them."""
+    kept, worker._step_graphs = worker._step_graphs, None
+    try:
+        yield
+    finally:
+        worker._step_graphs = kept
+
+
+@contextlib.contextmanager
 def eager(worker: Any, attention: Any = None) -> Iterator[None]:
     """Steps in parts without graphs of the target, with another attention backend if given."""
     runner = worker.model_runner

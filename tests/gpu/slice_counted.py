@@ -23,7 +23,7 @@ from slice_rows import results
 from overstory.orchestrator.experts import distinct_experts
 
 EXPERTS, CHOSEN = 384, 8
-KEPT = ("experts", "auto", "long", "chunks", "decode", "far_slots")
+KEPT = ("experts", "auto", "parts", "long", "chunks", "decode", "far_slots")
 """Of what a role writes."""
 
 
@@ -94,6 +94,19 @@ def automatic(found: Iterable[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
+def both_ways(found: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Milliseconds of a step as one graph and in parts, as a server launches them and each waited
+    for."""
+    at = {(point["batch"], point["context"], point["rows"]): point for point in found}
+    head = ("batch", "context", "rows", "one graph", "in parts", "alone: one graph", "in parts")
+    lines = [table_row(head), "|" + "---|" * len(head)]
+    for place, point in sorted(at.items()):
+        ways = point["whole"], point["in_parts"]
+        times = [way[name] for name in ("in_a_row_us", "step_us") for way in ways]
+        lines.append(table_row([*place, *(f"{us / 1000:.2f}" for us in times)]))
+    return lines
+
+
 def kept(words: Iterable[str]) -> dict[str, Any]:
     """What is stored of sessions: `KEPT` of each role, in the order of the words.
 
@@ -121,6 +134,7 @@ def _blocks(stored: Mapping[str, Any]) -> dict[str, list[str]]:
         "automatic": automatic(
             row | {"commit": role["commit"]} for role in roles for row in role.get("auto", [])
         ),
+        "parts": both_ways(point for role in roles for point in role.get("parts", [])),
         "long": [f"- {line}" for line in long_prompt(long)],
     }
 
@@ -144,6 +158,8 @@ def main() -> None:
             print(f"## {name}: experts touched\n", *touched(counts), "", sep="\n")
         if auto := role.get("auto"):
             print(f"## {name}: the automatic policy\n", *automatic(auto), "", sep="\n")
+        if parts := role.get("parts"):
+            print(f"## {name}: one graph and in parts\n", *both_ways(parts), "", sep="\n")
         if name == "long":
             print(f"## {name}\n", *long_prompt(role), "", sep="\n")
 

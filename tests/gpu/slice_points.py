@@ -88,6 +88,12 @@ def levers() -> list[Cell]:
     return [Cell(b, 1024, (1, 9, 17, 33), "overstory") for b in BATCHES]
 
 
+def both_ways() -> list[Cell]:
+    """Where steps are timed as one graph and in parts, as those of several ranks run."""
+    where = ((1, 1024), (1, 65536), (1, 200_000), (4, 8192), (16, 8192))
+    return [Cell(b, c, (1, CHAIN_ROWS, 9), "overstory", profiled=False) for b, c in where]
+
+
 def slots(cells: list[Cell], most_rows: int) -> int:
     """KV slots that the largest cell takes (slot 0 is SGLang's padding)."""
     return 1 + max(cell.batch * (cell.context + most_rows) for cell in cells)

@@ -9,7 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from slice_modules import SLOW
-from slice_points import Cell, again, against_triton, few, goals, grid, levers, longest, rest
+from slice_points import (
+    Cell,
+    again,
+    against_triton,
+    both_ways,
+    few,
+    goals,
+    grid,
+    levers,
+    longest,
+    rest,
+)
 from slice_resume import cells_left, counts_left
 
 
@@ -28,6 +39,7 @@ class Role:
         results: without cells and automatic policy: what else the role finds, by name.
         auto: with these drafters (`slice_auto.SURE`) the automatic policy is run against each fixed
             one.
+        parts: steps of these are timed as one graph and in parts.
     """
 
     layers: int | None
@@ -39,6 +51,7 @@ class Role:
     early: bool = False
     results: tuple[str, ...] = ()
     auto: tuple[str, ...] = ()
+    parts: tuple[Cell, ...] = ()
 
 
 ROLES = {
@@ -48,9 +61,9 @@ ROLES = {
         None, 4, {"moe_runner_backend": "triton"}, tuple(grid()), own_draft=False, counts=True
     ),
     "again": Role(None, 4, {}, tuple(again())),
-    "auto": Role(None, 4, {}, (), auto=("fits", "fits badly")),
+    "auto": Role(None, 4, {}, (), auto=("fits", "fits badly"), parts=tuple(both_ways())),
     "auto_fits": Role(None, 4, {}, (), auto=("fits",)),
-    "auto_badly": Role(None, 4, {}, (), auto=("fits badly",)),
+    "auto_badly": Role(None, 4, {}, (), auto=("fits badly",), parts=tuple(both_ways())),
     "rest": Role(None, 4, {}, (*goals(), *rest()), auto=("fits badly",)),
     "few_long": Role(4, 0, {}, tuple(longest()), early=True),
     "moe_triton": Role(4, 0, {"moe_runner_backend": "triton"}, tuple(levers()), early=True),
@@ -100,6 +113,8 @@ def auto_needed_s(batch: int, context: int) -> float:
 def is_complete(role: Role, content: Mapping[str, Any], cells: Sequence[Cell]) -> bool:
     """Whether an earlier run has measured all of a role, as ``content`` has it."""
     if auto_left(role, content.get("auto", [])):
+        return False
+    if cells_left(role.parts, content.get("parts", [])):
         return False
     if role.results:
         return set(role.results) <= content.keys()

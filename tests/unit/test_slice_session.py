@@ -23,9 +23,9 @@ from slice_auto import (
     Drafts,
     chances,
 )
-from slice_bench import keep_launches
+from slice_bench import in_parts, keep_launches
 from slice_config import published
-from slice_counted import automatic, fill, kept, long_prompt, touched
+from slice_counted import automatic, both_ways, fill, kept, long_prompt, touched
 from slice_modules import SLOW, modules
 from slice_points import Cell, again, against_triton, grid, longest, rest
 from slice_prefill import Lengths, PrefillBench, compared
@@ -332,8 +332,33 @@ def test_points_of_the_automatic_policy_that_are_there_are_left_out(name: str) -
     assert set(role.auto) <= set(SURE)
     found = _points(wanted[:3])
     assert auto_left(role, found) == wanted[3:]
-    assert not is_complete(role, {"auto": found}, ())
-    assert is_complete(role, {"auto": _points(wanted)}, ())
+    parts = [c._asdict() | {"rows": rows} for c in role.parts for rows in c.rows]
+    assert not is_complete(role, {"auto": found, "parts": parts}, ())
+    assert is_complete(role, {"auto": _points(wanted), "parts": parts}, ())
+    assert is_complete(role, {"auto": _points(wanted), "parts": parts[1:]}, ()) == (not parts)
+
+
+def test_steps_in_parts_stand_beside_those_of_one_graph() -> None:
+    def way(alone: float, row: float) -> dict[str, float]:
+        return {"step_us": alone, "in_a_row_us": row}
+
+    point = {"batch": 1, "context": 1024, "rows": 9}
+    found = point | {"whole": way(11_600, 11_500), "in_parts": way(17_000, 11_900)}
+    again = found | {"whole": way(11_604, 11_504)}
+    assert both_ways([found, again])[2:] == ["| 1 | 1024 | 9 | 11.50 | 11.90 | 11.60 | 17.00 |"]
+
+
+def test_a_worker_s_steps_are_one_graph_again_after_those_in_parts() -> None:
+    worker = SimpleNamespace(_step_graphs="graphs", _tiers="tiers")
+
+    def lost() -> None:
+        with in_parts(worker):
+            assert (worker._step_graphs, worker._tiers) == (None, "tiers")
+            raise ValueError("lost")
+
+    with pytest.raises(ValueError, match="lost"):
+        lost()
+    assert worker._step_graphs == "graphs"
 
 
 def test_again_and_rest_time_every_point_of_the_grid_with_our_attention_once() -> None:
