@@ -35,7 +35,7 @@ from overstory.workers.tiny.paths import resolve_model
 
 ROWS = 16
 WARM_STEPS = 12
-DEADLINE_S = 240.0
+DEADLINE_S = 60.0
 IPC = ("tokenizer", "scheduler_input", "detokenizer", "rpc", "metrics")
 SRT = "sglang.srt.managers"
 OURS = "overstory.workers"
@@ -107,6 +107,17 @@ class Timed:
 class Rank:
     """A rank 0 of one rank, under leases."""
 
+    rows = ROWS
+    """Most rows of a request's step."""
+
+    tokens = 1400
+    """Of a request."""
+
+    slots = 32768
+
+    parts = True
+    """Whether the parts are timed, which takes time itself."""
+
     def __init__(self, policy: str, requests: int, lease_steps: int) -> None:
         from overstory.workers.rank import RankHost
 
@@ -122,6 +133,7 @@ class Rank:
         threading.Thread(target=self._grant, daemon=True).start()
 
     def _run(self) -> None:
+        self.clock = time.pthread_getcpuclockid(threading.get_ident())
         self.host.preload()
         from sglang.srt.server_args import PortArgs, ServerArgs
 
@@ -129,8 +141,9 @@ class Rank:
             "model_path": resolve_model("overstory-tiny"),
             "speculative_algorithm": "DDTREE",
             "speculative_draft_model_path": resolve_model("overstory-tiny-drafter"),
-            "speculative_num_draft_tokens": ROWS,
+            "speculative_num_draft_tokens": self.rows,
             "skip_tokenizer_init": True,
+            "max_total_tokens": self.slots,
             "incremental_streaming_output": True,
             "max_running_requests": max(8, self._most),
             "log_level": "warning",
@@ -147,7 +160,7 @@ class Rank:
 
         self._socket = zmq.Context().socket(zmq.PUSH)
         self._socket.bind(ports.scheduler_input_ipc_name)
-        self.timed = Timed()
+        self.timed = Timed() if self.parts else None
         self._ready.set()
         self.host.run_loop()
 
@@ -173,12 +186,14 @@ class Rank:
         assert self.host._view is not None
         return self.host._view.raw
 
-    def submit(self, number: int) -> str:
-        """A greedy request that outlasts the measurement."""
+    def submit(self, number: int, temperature: float = 0.0) -> str:
+        """A request that outlasts the measurement."""
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, sock_send
         from sglang.srt.sampling.sampling_params import SamplingParams
 
-        params = SamplingParams(temperature=0.0, max_new_tokens=1400, ignore_eos=True)
+        params = SamplingParams(
+            temperature=temperature, max_new_tokens=self.tokens, ignore_eos=True
+        )
         params.normalize(None)
         rid = uuid.uuid4().hex
         request = TokenizedGenerateReqInput(

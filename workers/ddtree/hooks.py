@@ -7,6 +7,7 @@ from overstory.workers.ddtree.admission import allow_earlier_output, check_reque
 from overstory.workers.ddtree.finish import finish_within_limit
 from overstory.workers.ddtree.grammar import with_backend
 from overstory.workers.ddtree.headroom import widen_rows
+from overstory.workers.ddtree.lean_loop import copy_results, isolate
 from overstory.workers.ddtree.model_dtype import embeddings_in_model_dtype
 from overstory.workers.ddtree.sampler import (
     allow_min_tokens,
@@ -107,5 +108,17 @@ def patches() -> list[Patch]:
             "around",
             widen_rows,
             "slot rows are narrower than what a step reserves near the end of the context",
+        ),
+        hook(
+            "sglang.srt.managers.scheduler.Scheduler._forward_isolation",
+            "around",
+            isolate,
+            "each step would take the host some 30 us more",
+        ),
+        hook(
+            "sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu",
+            "around",
+            copy_results,
+            "each step would take the host some 10 us more",
         ),
     ]

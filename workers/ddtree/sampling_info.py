@@ -27,6 +27,13 @@ class RuledSamplingInfo(SamplingBatchInfo):
         fields = {field.name: getattr(info, field.name) for field in dataclasses.fields(info)}
         return cls(**fields, rules=[RequestRules.of(req) for req in reqs])
 
+    def copy_for_forward(self) -> RuledSamplingInfo:
+        """Called by SGLang at each step; its own calls the constructor of thirty fields."""
+        self.update_penalties()
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__, penalizer_orchestrator=None)
+        return copied
+
     def apply_logits_bias(self, logits: torch.Tensor) -> None:
         """Called by SGLang before its sampler; only the grammar's mask is left to do there."""
         if self.grammar_mask is not None:

@@ -435,6 +435,26 @@ DDTREE: tuple[Entry, ...] = (
         "logits_output next_token_ids accept_lens can_run_cuda_graph next_draft_input "
         "speculative_num_draft_tokens new_seq_lens",
     ),
+    Inline(
+        f"{_SCHED}._forward_isolation",
+        "done shorter: which fields come back",
+        "{f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}",
+    ),
+    Inline(
+        f"{_SCHED}.record_batch_in_overlap",
+        "done shorter: what two forwards keep alive",
+        "self.batch_record_buf[self.batch_record_ct] = [batch, attr_snapshot]",
+    ),
+    Internal(
+        f"{_SRT}.managers.utils.GenerationBatchResult.copy_to_cpu",
+        "hooked: leaves alone what is on the host already",
+        "return_logprob return_hidden_states",
+    ),
+    Inline(
+        f"{_SRT}.sampling.sampling_batch_info.SamplingBatchInfo.copy_for_forward",
+        "done shorter",
+        "return dataclasses.replace(self, penalizer_orchestrator=None)",
+    ),
     Internal(
         f"{_SRT}.constrained.grammar_manager.GrammarManager.process_req_with_grammar",
         "hooked: a grammar backend without the engine's tokenizer",
