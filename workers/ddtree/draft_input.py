@@ -36,6 +36,9 @@ class DDTreeDraftInput(DFlashDraftInputV2):
         self.new_seq_lens: torch.Tensor = new_seq_lens
         self.limits = limits
         self.future_indices: torch.Tensor | None = None
+        self.committed = 0
+        """Tokens of all requests that the scheduler knew of when it made the step ready, which all
+        ranks do alike. Where lengths stay on the device, SGLang's ``seq_lens_sum`` is None."""
 
     def prepare_for_decode(self, batch: ScheduleBatch) -> None:
         """Reserve the slots of the next step for each request; called by the scheduler.
@@ -71,7 +74,7 @@ class DDTreeDraftInput(DFlashDraftInputV2):
                 batch=batch,
             )
         batch.seq_lens_cpu = torch.tensor(committed, dtype=torch.int64)
-        batch.seq_lens_sum = sum(committed)
+        batch.seq_lens_sum = self.committed = sum(committed)
 
     def filter_batch(
         self, new_indices: torch.Tensor, new_indices_cpu: list[int] | None = None

@@ -26,6 +26,7 @@ from overstory.kernels.ops import device_time, sample_nodes, tree_accept
 from overstory.kernels.reference import Accepted, Tree
 from overstory.workers.ddtree.commit import TargetKv, extend_drafter
 from overstory.workers.ddtree.draft import root_tree
+from overstory.workers.ddtree.step_record import on_host
 from overstory.workers.ddtree.verify import TreeVerifyInput, row_layout
 from overstory.workers.policy.chooser import speculates
 from overstory.workers.tree_policy import Mode, TreePolicy
@@ -54,20 +55,26 @@ class StepShape(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """Of one step; all but `tree` and `accepted` is a fresh copy that later steps leave alone."""
+    """Of one step.
+
+    What is on the host is a copy of its own, complete by the time the scheduler has the step's
+    tokens; all else the next step may write over, so that it must be used up by then.
+    """
 
     tokens: torch.Tensor
-    """[bs * width] int64, tokens to emit; -1 is none."""
+    """[bs * width] int64 on the host, tokens to emit; -1 is none."""
     width: int
     accept_lens: torch.Tensor
-    """[bs] int64, tokens to emit per request."""
+    """[bs] int64 on the host, tokens to emit per request."""
+    deepest: torch.Tensor
+    """[bs] int64 on the host, depths of the trees."""
+    times: torch.Tensor
+    """[2] int64 on the host, the device's clock before and after the step's work; [0] if steps are
+    not timed."""
     roots: torch.Tensor
     """[bs] int64, the next step's."""
     seq_lens: torch.Tensor
     """[bs] int64, committed lengths after the step."""
-    told: torch.Tensor
-    """[size + 2] int64, for the counters: depths of the trees (of ``size`` places, those of the
-    batch first), then the device's clock before and after the step's work if steps are timed."""
     tree: Tree
     accepted: Accepted
 
@@ -76,6 +83,17 @@ class _Raw(NamedTuple):
     """What a captured step leaves in its tensors."""
 
     packed: torch.Tensor
+    tree: Tree
+    accepted: Accepted
+
+
+class _OnDevice(NamedTuple):
+    """Views of what a step of ``live`` requests left on the device, see `StepOutput`."""
+
+    raw: _Raw
+    live: int
+    roots: torch.Tensor
+    seq_lens: torch.Tensor
     tree: Tree
     accepted: Accepted
 
@@ -191,6 +209,7 @@ class StepGraphs:
         self._inputs = StepInputs(self._sizes[-1], worker.device)
         self._target_kv = TargetKv(worker.model_runner.token_to_kv_pool)
         self._steps: dict[StepShape, Callable[[], _Raw]] = {}
+        self._kept: dict[StepShape, _OnDevice] = {}  # of the last step of a shape
         self._held: list[tuple[torch.Tensor, ...]] = []
         assert worker._tiers is not None
         shapes = [
@@ -235,9 +254,13 @@ class StepGraphs:
 
     def run(self, shape: StepShape, batch: ScheduleBatch, roots: torch.Tensor) -> StepOutput:
         """One step of ``batch``, whose next tokens to be computed are ``roots`` [bs]."""
+        live = roots.shape[0]
         self._inputs.load(batch, roots, shape.draw)
         raw = self._steps[shape]()
-        return _unpacked(raw, roots.shape[0], shape.bs)
+        kept = self._kept.get(shape)
+        if kept is None or kept.raw is not raw or kept.live != live:
+            kept = self._kept[shape] = _on_device(raw, live, shape.bs)
+        return _unpacked(kept, shape.bs)
 
     def _captured_step(self, shape: StepShape) -> Callable[[], _Raw]:
         """The launches of a step, as a function of the inputs' tensors alone."""
@@ -410,22 +433,32 @@ def _packed(
     return torch.cat([accepted.tokens.reshape(-1), *parts])
 
 
-def _unpacked(raw: _Raw, live: int, bs: int) -> StepOutput:
-    """What a step of ``bs`` places gives its ``live`` requests; few views, each costs the host."""
+def _on_device(raw: _Raw, live: int, bs: int) -> _OnDevice:
+    """The parts of a step of ``bs`` places that stay on the device, for its ``live`` requests."""
     width = raw.accepted.tokens.shape[1]
-    packed = raw.packed.clone()
-    sizes = [bs * width, bs, bs, bs, packed.shape[0] - bs * (width + 3)]
-    tokens, given, roots, lengths, told = packed.split(sizes)
+    _, _, roots, lengths, _, _ = raw.packed.split(_sizes(bs, width, raw.packed.shape[0]))
     tree, accepted = raw.tree, raw.accepted
     if live < bs:
-        tokens, given, roots, lengths = (
-            part[:count]
-            for part, count in zip(
-                (tokens, given, roots, lengths), (live * width, live, live, live), strict=True
-            )
-        )
+        roots, lengths = roots[:live], lengths[:live]
         tree, accepted = _first(tree, live), Accepted(*(field[:live] for field in accepted))
-    return StepOutput(tokens, width, given, roots, lengths, told, tree, accepted)
+    return _OnDevice(raw, live, roots, lengths, tree, accepted)
+
+
+def _unpacked(kept: _OnDevice, bs: int) -> StepOutput:
+    """What a step of ``bs`` places gives its requests; few views, each costs the host."""
+    raw, live, roots, lengths, tree, accepted = kept
+    width = raw.accepted.tokens.shape[1]
+    # One copy: each costs the host a launch, and SGLang's own of two parts would be two more.
+    packed = on_host(raw.packed)
+    tokens, given, _, _, deepest, times = packed.split(_sizes(bs, width, packed.shape[0]))
+    if live < bs:
+        tokens, given, deepest = tokens[: live * width], given[:live], deepest[:live]
+    return StepOutput(tokens, width, given, deepest, times, roots, lengths, tree, accepted)
+
+
+def _sizes(bs: int, width: int, packed: int) -> list[int]:
+    """Of the parts of `_packed`: tokens, how many are given, roots, lengths, depths, times."""
+    return [bs * width, bs, bs, bs, bs, packed - bs * (width + 4)]
 
 
 def _first(tree: Tree, live: int) -> Tree:

@@ -178,12 +178,12 @@ class PendingSteps:
 
 
 def on_host(values: torch.Tensor) -> torch.Tensor:
-    """``values`` on the host, without waiting for a GPU.
+    """A copy of ``values`` on the host, without waiting for a GPU.
 
-    The copy goes with the step's stream, ahead of SGLang's own of the step's tokens.
+    The copy goes with the step's stream, which SGLang waits for before it reads a step's tokens.
     """
     if not values.is_cuda:
-        return values
+        return values.clone()
     host = values.new_empty(values.shape, device="cpu", pin_memory=True)
     host.copy_(values, non_blocking=True)
     return host

@@ -256,24 +256,25 @@ class DDTreeWorker(DFlashWorkerV2):
     ) -> GenerationBatchResult:
         clock = StageClock()
         done = graphs.run(shape, batch, batch.spec_info.bonus_tokens)
+        roots, seq_lens = done.roots, done.seq_lens
         if on_publish is not None:
-            on_publish(done.seq_lens)
+            on_publish(seq_lens)
+        else:  # the scheduler keeps them for the next step instead of publishing them now
+            roots, seq_lens = roots.clone(), seq_lens.clone()
         clock.mark("step")
-        told = on_host(done.told)
-        deepest, times = told[: len(batch.reqs)], told[-2:] if self.timed else None
         outcome = self.chooser.outcome(batch, policy, done.tree, done.accepted)
-        requests = tuple(batch.reqs)
+        requests, times = tuple(batch.reqs), done.times if self.timed else None
         PENDING.add(
-            StepRecord(str(policy), done.tree, requests, clock.stages, deepest, outcome, times)
+            StepRecord(str(policy), done.tree, requests, clock.stages, done.deepest, outcome, times)
         )
         return GenerationBatchResult(
             logits_output=LogitsProcessorOutput(next_token_logits=None),
             next_token_ids=done.tokens,
             accept_lens=done.accept_lens,
             can_run_cuda_graph=True,
-            next_draft_input=self._draft_input(done.roots, done.seq_lens),
+            next_draft_input=self._draft_input(roots, seq_lens),
             speculative_num_draft_tokens=done.width,
-            new_seq_lens=done.seq_lens,
+            new_seq_lens=seq_lens,
         )
 
     def run_in_parts(

@@ -104,6 +104,7 @@ NO_SLOTS = {
     "ScheduleBatch.req_pool_indices_cpu",
     "ScheduleBatch.seq_lens",
     "ScheduleBatch.seq_lens_cpu",
+    "StepGraphs._kept",
     "StepInputs.ids",
     "StepInputs._ids_of_batch",
     "StepInputs.live",
