@@ -36,8 +36,8 @@ if TOY:
 ROWS = 33
 LENGTHS = (200, 400) if TOY else (8192, 32768)
 MADE_UP = 1000 if TOY else 200_000
-LAST = 600 if TOY else 65536
-"""Computed last: its prefill takes most of the time."""
+LAST = int(os.environ.get("TWO_GPU_KIMI_LAST", 600 if TOY else 65536))
+"""Computed last: its prefill takes most of the time. 0: not at all."""
 BUDGET = 4 << 30
 """Bytes of a part: the most that a deployment takes (`orchestrator.handoff.MOST_BYTES`)."""
 KIND: Any = "tcp" if TOY else "nccl"
@@ -184,8 +184,9 @@ def hand_off(report: Callable[[str, Any], None], out: Path) -> None:
             report(f"kv of {MADE_UP}, made up", made_up(here, there, prompt(MADE_UP)))
             report("weights_bytes", there.call("at_boundary", serve_weights)[0])
             report("weights", here.at_boundary(take_weights, "k")[0])
-        with turn():
-            report(f"kv of {LAST}", computed(here, there, prompt(LAST)))
+        if LAST:
+            with turn():
+                report(f"kv of {LAST}", computed(here, there, prompt(LAST)))
         here.at_boundary(close_peer, "k")
         there.call("at_boundary", close_peer, "k")
     finally:

@@ -5,6 +5,7 @@
 #   tests/gpu/two_gpu_session.sh OUT SECONDS [PART...]
 #
 # TWO_GPU_TOY=1 rehearses every part on a CPU.
+# TWO_GPU_KIMI_LAST=0 leaves out the prefill of 65,536 tokens, which takes half of kimi.hand_off.
 # SLICE_MODULES: as for rank_slice_session.sh. kimi.hand_off needs them; others then find there what
 # they would compile, or put it there.
 # Parts: comm, which runs by itself; comm.kv (its rates alone), engines.ROLE, deployed.CASE and
@@ -21,7 +22,8 @@ out=${1:?folder for the results} seconds=${2:?seconds in all}
 shift 2
 parts=("$@")
 [ ${#parts[@]} -gt 0 ] || parts=(comm engines.hand_off engines.tp2 engines.tp2_custom
-  deployed.rolling_on deployed.rolling_off deployed.tp2_noset1 deployed.second_gpu_noset0)
+  deployed.rolling_on deployed.rolling_off deployed.tp2_noset1 deployed.tp2_noset0 deployed.tp2_unset
+  deployed.second_gpu_noset0)
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 python=${PYTHON:-python3}
