@@ -105,7 +105,7 @@ measure() { # name, seconds, arguments
 }
 measure bench $((seconds / 4)) --quick --out "$out/bench" --only " ours$"
 measure bench $((seconds / 6)) --quick --out "$out/bench" --add \
-  --only "sglang_triton_extend|torch_copy" ${sglang[@]+"${sglang[@]}"}
+  --only "triton_extend|torch_copy" ${sglang[@]+"${sglang[@]}"}
 measure sweep $((seconds / 6)) --sweep --quick --out "$out/sweep"
 part ncu 25 ncu --clock-control none -k regex:attention -s 4 -c 1 \
   --section SpeedOfLight --section MemoryWorkloadAnalysis --section WarpStateStats \

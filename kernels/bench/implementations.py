@@ -47,7 +47,7 @@ NAIVE = Implementation("naive_block_per_head", naive.naive, _is_bf16, True)
 
 
 def from_sglang(folders: Iterable[Path], quick: bool) -> list[Implementation]:
-    """Those that the given `sglang` folders hold the files of.
+    """Those that the given `sglang` folders hold the files of, named by their versions.
 
     Args:
         folders: each with `kernels/ops/attention/`.
@@ -88,7 +88,7 @@ def from_flashinfer() -> list[Implementation]:
 
 def _extend(sglang: ForeignSglang) -> Implementation:
     return Implementation(
-        "sglang_triton_extend",
+        f"sglang_{sglang.version}_triton_extend",
         lambda inputs: sglang_verify.extend(sglang, inputs),
         _is_verify,
         True,
@@ -102,7 +102,7 @@ def _decode(sglang: ForeignSglang, splits: int, quick: bool) -> Implementation:
         return wanted and _decode_takes(case)
 
     return Implementation(
-        f"sglang_triton_split_decode_{splits}",
+        f"sglang_{sglang.version}_triton_split_decode_{splits}",
         lambda inputs: sglang_decode.folded_decode(sglang, inputs, splits),
         takes,
         False,
@@ -115,7 +115,7 @@ def _shared_kv(sglang: ForeignSglang, quick: bool) -> Implementation:
     # minute to compile, and for more Triton refuses so large a tensor.
     most_rows = 16 if quick else 32
     return Implementation(
-        "sglang_shared_kv_chain",
+        f"sglang_{sglang.version}_shared_kv_chain",
         lambda inputs: sglang_verify.shared_kv(sglang, inputs),
         lambda case: _is_verify(case) and case.q <= most_rows,
         False,

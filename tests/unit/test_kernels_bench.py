@@ -156,11 +156,26 @@ def test_which_of_the_foreign_kernels_run_where(tmp_path: Path) -> None:
     assert {i.version for i in full} == {"sglang 9.8.7"}
     case = AttentionCase("verify_attention", 1, 9, 65536)
     splits = [i.name for i in quick if "split_decode" in i.name and i.takes(case)]
-    assert splits == ["sglang_triton_split_decode_128"]
+    assert splits == ["sglang_9.8.7_triton_split_decode_128"]
     rows = [AttentionCase("verify_attention", 1, q, 65536) for q in (9, 17, 33)]
     for chosen, wanted in ((quick, [True, False, False]), (full, [True, True, False])):
         chain = next(i for i in chosen if "shared_kv" in i.name)
         assert [chain.takes(case) for case in rows] == wanted
+
+
+def test_kernels_of_two_versions_of_sglang_have_names_of_their_own(tmp_path: Path) -> None:
+    """Or the goals page, the plot and the CSV say one name for both."""
+    folders = []
+    for version in ("9.8.7", "9.8.8"):
+        (tmp_path / version).mkdir()
+        folders.append(fake_sglang(tmp_path / version))
+        (folders[-1] / "_version.py").write_text(f"__version__ = version = '{version}'\n")
+    for folder in folders:
+        for name in ("decode_attention", "verify_mla"):
+            (folder / "kernels/ops/attention" / f"{name}.py").touch()
+    names = [i.name for i in from_sglang(folders, quick=False)]
+    assert len(set(names)) == len(names)
+    assert all(("9.8.7" in name) != ("9.8.8" in name) for name in names)
 
 
 @pytest.fixture
