@@ -134,6 +134,7 @@ def capture(engine: EngineHarness, monkeypatch: pytest.MonkeyPatch, sizes: list[
             runner.capture_tail_hooks.append(hook)
         runner.decode_cuda_graph_runner = module.DecodeCudaGraphRunner(runner)
     worker._tiers = GraphTiers.capture(target, worker.limits)
+    worker.chooser.captured(worker._tiers.tier)
     for runner in (drafter.decode_cuda_graph_runner, *worker._tiers._runners.values()):
         runner.device_module = SimpleNamespace(Event=lambda: SimpleNamespace(record=lambda: None))
 

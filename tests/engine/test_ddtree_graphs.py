@@ -59,6 +59,14 @@ def test_tiers_are_captured(graphed: EngineHarness) -> None:
     assert tiers.rows == tier_rows(ROWS, 8) == (1, 8, 16, 20)
 
 
+def test_what_the_automatic_rule_chooses_from_is_what_runs(graphed: EngineHarness) -> None:
+    """Trees of 4 and 8 nodes would be grown to 7 and 15."""
+    worker = graphed.scheduler.model_worker
+    options = worker.chooser.options
+    assert options.names == ("plain", "chain", "tree-7", "tree-15", "tree-19")
+    assert [worker._nodes(one) for one in options.policies] == list(options.nodes)
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_graphs_say_what_eager_forwards_say(graphed: EngineHarness, name: str) -> None:
     """Batches of 3 are padded to 4; of 5 there is no graph."""

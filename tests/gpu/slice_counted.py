@@ -102,7 +102,8 @@ def both_ways(found: Iterable[Mapping[str, Any]]) -> list[str]:
     lines = [table_row(head), "|" + "---|" * len(head)]
     for place, point in sorted(at.items()):
         ways = point["whole"], point["in_parts"]
-        times = [way[name] for name in ("in_a_row_us", "step_us") for way in ways]
+        times = [way.get("in_a_row_us", way["step_us"]) for way in ways]
+        times += [way["step_us"] for way in ways]
         lines.append(table_row([*place, *(f"{us / 1000:.2f}" for us in times)]))
     return lines
 

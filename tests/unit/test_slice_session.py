@@ -345,7 +345,11 @@ def test_steps_in_parts_stand_beside_those_of_one_graph() -> None:
     point = {"batch": 1, "context": 1024, "rows": 9}
     found = point | {"whole": way(11_600, 11_500), "in_parts": way(17_000, 11_900)}
     again = found | {"whole": way(11_604, 11_504)}
-    assert both_ways([found, again])[2:] == ["| 1 | 1024 | 9 | 11.50 | 11.90 | 11.60 | 17.00 |"]
+    long = found | {"batch": 16, "whole": {"step_us": 250_000}}  # not timed in a row
+    assert both_ways([found, again, long])[2:] == [
+        "| 1 | 1024 | 9 | 11.50 | 11.90 | 11.60 | 17.00 |",
+        "| 16 | 1024 | 9 | 250.00 | 11.90 | 250.00 | 17.00 |",
+    ]
 
 
 def test_a_worker_s_steps_are_one_graph_again_after_those_in_parts() -> None:
