@@ -48,6 +48,9 @@ DISCOVERY_S = 5.0
 REPORT_WAIT_S = 5.0
 CALL_TIMEOUT_S = 10.0
 RETRY_S = 1.0
+RESULT_S = (0.005, 0.05)
+"""Shortest and longest pause between two looks for what a command came to: a sequence that moves
+waits for several commands."""
 RETRY_MAX_S = 15.0
 END_ATTEMPTS = 5
 
@@ -464,12 +467,14 @@ class Controller:
         return await self._ranks.call(name, rank, method, *arguments, timeout_s=CALL_TIMEOUT_S)
 
     async def _results(self, name: str, ticket: str) -> dict[int, Any]:
+        pause_s = RESULT_S[0]
         while True:
             results = self._state.command_results(name, ticket)
             if results is not None:
                 return results
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, RESULT_S[1])
             await self._read(name)
-            await asyncio.sleep(RETRY_S / 20)
 
     def _steered(self, name: str, done: asyncio.Task[None]) -> None:
         """A task has ended; the replica may have been taken up again by another."""

@@ -201,11 +201,11 @@ class HandOffs:
                 self.figures.holding_s += held - begun
                 cached, failed = await self._take(pair, key, texts, lengths)
                 self.figures.taking_s += time.monotonic() - held
+                for (_, outcome), have, want in zip(batch, cached, lengths, strict=True):
+                    _settle(outcome, have, want, failed)
             finally:
                 if pair.name:
                     await self._let_go(pair, key)
-            for (_, outcome), have, want in zip(batch, cached, lengths, strict=True):
-                _settle(outcome, have, want, failed)
             if failed:  # Perhaps of a communicator that is of no more use.
                 await self._part(pair)
         except Exception as error:

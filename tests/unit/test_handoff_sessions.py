@@ -173,6 +173,18 @@ def test_sequences_that_leave_together_go_in_one_session() -> None:
     assert world.under_way == {}
 
 
+def test_nobody_waits_for_the_giver_to_let_go() -> None:
+    world = World()
+    handoffs = HandOffs(world)
+
+    async def moved() -> list[str]:
+        await handoffs.move("old", "new", text("a"))
+        return list(world.log)
+
+    assert "kv_let_go old" not in run(world, moved(), handoffs)
+    assert world.log.count("kv_let_go old") == 1
+
+
 def test_the_ranks_meet_once_for_several_sessions() -> None:
     world = World()
     handoffs = HandOffs(world)
