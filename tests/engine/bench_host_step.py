@@ -83,25 +83,28 @@ class MadeUpSteps(dict[Any, Any]):
             torch.full((bs,), rows),
         )
         lengths = self._graphs._inputs.ids[0, :bs]
-        raws = []
+        answers = []
         for tokens in ANSWERS:
             given = min(tokens, width)
             path = torch.arange(width).expand(bs, width)
-            walked = torch.where(path < given, path, -1)
             accepted = Accepted(
-                walked,
+                torch.where(path < given, path, -1),
                 torch.full((bs,), given - 1),
                 torch.full((bs,), 9),
                 torch.where(path < given, 7 + path, -1),
             )
-            packed = _packed(tree, accepted, lengths, torch.empty(0, 1, dtype=torch.int64))
-            after = packed[bs * (width + 2) : bs * (width + 3)]
-            raws.append((after, given, _Raw(packed, tree, accepted)))
+            none = torch.empty(0, 1, dtype=torch.int64)
+            answers.append((given, accepted.rows, _packed(tree, accepted, lengths, none)))
+        rows_kept = accepted.rows.clone()
+        raw = _Raw(answers[0][2].clone(), tree, accepted._replace(rows=rows_kept))
+        after = raw.packed[bs * (width + 2) : bs * (width + 3)]
         turn = [0]
 
         def replay() -> Any:
             turn[0] += 1
-            after, given, raw = raws[turn[0] % len(raws)]
+            given, path, packed = answers[turn[0] % len(answers)]
+            rows_kept.copy_(path)
+            raw.packed.copy_(packed)
             torch.add(lengths, given, out=after)
             return raw
 
@@ -129,7 +132,7 @@ class HostRank(Rank):
         graphs = StepGraphs.__new__(StepGraphs)
         graphs._worker, graphs._sizes = worker, sizes
         graphs._inputs = StepInputs(sizes[-1], "cpu")
-        graphs._steps = MadeUpSteps(graphs, limits.block_size)
+        graphs._steps, graphs._kept = MadeUpSteps(graphs, limits.block_size), {}
         worker._step_graphs, worker.timed = graphs, False
         worker.chooser.captured(worker._tiers.tier)
         worker.chooser._host_waits = False

@@ -4,8 +4,9 @@
 
 Writes OUT/ROLE.json. All roles say their texts side by side; then `ours`, `stock` and `dflash` are
 timed in turn (`engine_bench.py`), then long contexts, profiles and the rest, one at a time. `pairs`
-compares `auto` to fixed policies and leases to none (`engine_pairs.py`); it says nothing. When all
-has to end by is in ENGINE_SESSION_UNTIL, seconds since the epoch.
+compares `auto` to fixed policies and leases to none (`engine_pairs.py`), `host` says where the
+host's time of a step goes (`engine_host.py`); they say no texts. When all has to end by is in
+ENGINE_SESSION_UNTIL, seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -192,7 +193,7 @@ def build(role: str, out: Path) -> Any:
     from engine_bench import SIZES
 
     fields = common(port, SIZES if role in RINGED else (1, 8))
-    if role == "pairs":
+    if role in ("pairs", "host"):
         import engine_pairs
 
         fields = common(port, sorted({shape.requests for shape in engine_pairs.SHAPES}))
@@ -210,7 +211,7 @@ def build(role: str, out: Path) -> Any:
     if role.startswith("fp32"):
         fields |= {"dtype": "float32"}
     name = name_of(role)
-    if name in ("ours", "pairs"):
+    if name in ("ours", "pairs", "host"):
         return CudaEngine(pair[0], **fields, **ddtree(pair[1], attention_backend="overstory"))
     if name == "triton":
         own = ddtree(pair[1], attention_backend="triton", **graphs_off)
@@ -681,7 +682,7 @@ def main() -> None:
             report.put("failed", ["build"])
             os._exit(1)
         report.put("start_seconds", time.monotonic() - begun)
-        if not role.startswith(("long", "pairs")):
+        if not role.startswith(("long", "pairs", "host")):
             say(engine, role, report)
     if not role.startswith("fp32"):
         report.put("texts_over", wait_for_texts(out, UNTIL - 110))
@@ -697,6 +698,9 @@ def main() -> None:
         wait_for_bench(out, [other for other in roles if other in RINGED])
         with alone(out):
             in_pairs(engine, report)
+    if role == "host":
+        with alone(out):
+            host_time(engine, report)
     after(engine, role, out, report)
     report.put("seconds", time.monotonic() - begun)
     os._exit(0)
@@ -772,6 +776,20 @@ def in_pairs(engine: Any, report: Report) -> None:
     )
     report.attempt("auto", lambda: engine.scheduler.draft_worker.chooser.report())
     report.attempt("steps_after", lambda: say_steps(engine))
+
+
+def host_time(engine: Any, report: Report) -> None:
+    """What the host takes of a step, and where."""
+    import engine_host
+    from machine_noise import quiet_and_watched
+
+    engine.flush_cache()
+    with quiet_and_watched({}):
+        until = time.time() + (UNTIL - time.time()) * 0.6
+        report.attempt("steps_ms", lambda: engine_host.steps_ms(engine, prompts, under, until))
+        report.attempt(
+            "host_profiles", lambda: engine_host.profiles(engine, prompts, under, UNTIL - 8)
+        )
 
 
 def wait_for_bench(out: Path, ringed: list[str]) -> None:
