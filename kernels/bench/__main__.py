@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from .baselines import flashinfer_mla
+from .baselines import flashinfer_mla, foreign_sglang
 from .cases import GOALS, OVER_FP8, every_case
 from .ceilings import Ceilings, measure_ceilings
 from .goals import goal_table
@@ -61,13 +61,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--sglang",
         type=Path,
         action="append",
-        default=[],
-        help="an sglang folder (site-packages/sglang, python/sglang of a checkout); repeatable",
+        help="an sglang folder (site-packages/sglang, python/sglang of a checkout); repeatable; "
+        "default: the installed one",
     )
     add("--flashinfer", action="store_true", help="FlashInfer's MLA chain, which must be installed")
     parsed = parser.parse_args(arguments)
     if parsed.flashinfer and not flashinfer_mla.installed():
         parser.error("--flashinfer: flashinfer cannot be imported; install it or leave this out")
+    if parsed.sglang is None:
+        parsed.sglang = foreign_sglang.installed()
     return parsed
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -10,7 +12,8 @@ import pytest
 import torch
 
 from overstory.kernels.bench import inputs, measure, plot
-from overstory.kernels.bench.__main__ import main
+from overstory.kernels.bench.__main__ import _parse, main
+from overstory.kernels.bench.baselines import foreign_sglang
 from overstory.kernels.bench.baselines.foreign_sglang import ForeignSglang
 from overstory.kernels.bench.cases import FP8, GOALS, MAX_SLOTS, AttentionCase, every_case
 from overstory.kernels.bench.ceilings import Ceilings
@@ -133,6 +136,22 @@ def test_kernel_files_of_sglang_load_without_sglang(tmp_path: Path) -> None:
     assert not sglang.has("verify_mla")
     with pytest.raises(FileNotFoundError, match="is no sglang folder"):
         ForeignSglang(tmp_path / "nothing")
+
+
+def test_the_installed_sglang_is_found_without_importing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a run without `--sglang` has its kernels too."""
+    (tmp_path / "sglang").mkdir()
+    folder = fake_sglang(tmp_path / "sglang")
+    (folder / "__init__.py").write_text("raise AssertionError('imported')\n")
+    monkeypatch.delitem(sys.modules, "sglang", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert foreign_sglang.installed() == [folder]
+    assert _parse([]).sglang == [folder]
+    assert _parse(["--sglang", "other"]).sglang == [Path("other")]
+    shutil.rmtree(folder / "kernels")
+    assert foreign_sglang.installed() == []
 
 
 def test_settings_of_newer_kernel_files_are_copied_too(tmp_path: Path) -> None:

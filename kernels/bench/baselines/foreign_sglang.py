@@ -10,6 +10,7 @@ in this repository: the path to an installed or unpacked `sglang` folder is give
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 import sys
 import tempfile
@@ -91,6 +92,13 @@ def _copy(folder: Path, package: Path, name: str) -> None:
         if (folder / file).exists():
             text = (folder / file).read_text()
             (package / file).write_text(re.sub(r"\b(from|import) sglang\.", rf"\1 {name}.", text))
+
+
+def installed() -> list[Path]:
+    """The folder of the sglang that an import would find, if it holds kernel files."""
+    spec = importlib.util.find_spec("sglang")
+    folders = [] if spec is None else [Path(p) for p in spec.submodule_search_locations or ()]
+    return [folder for folder in folders if (folder / _KERNELS).is_dir()]
 
 
 def _version_of(folder: Path) -> str:
