@@ -1,17 +1,22 @@
 """Seconds to a first token, by our kernel's blocks of rows and by SGLang's Triton kernel.
 
+    slice_prefill.py ROLES/prefill.json      prints what came of a run as a table
+
 Whole prompts by chunks, and a few rows to a whole chunk behind a prefix that is in the cache, each
 both ways in one engine. Text is drawn at random; what both ways say to it is compared.
 """
 
 from __future__ import annotations
 
+import json
 import random
+import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 WAYS = ("ours", "triton")
@@ -209,3 +214,25 @@ def compared(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
             }
         rows.append(row)
     return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """What `compared` found, in Markdown."""
+    lines = [
+        "| rows | ours, s | Triton, s | times | same first token | log-probabilities differ by |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [row["what"], f"{row['ours_s']:.3f}"]
+        if "triton_s" in row:
+            same = "yes" if row["same_token"] else "no"
+            far = "no common" if row["logprobs_differ"] is None else f"{row['logprobs_differ']:.3f}"
+            cells += [f"{row['triton_s']:.3f}", f"{row['times']:.1f}", same, far]
+        else:
+            cells += ["not run", "", "", ""]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table(compared(json.loads(Path(sys.argv[1]).read_text())["prefills"])))

@@ -28,7 +28,7 @@ from slice_config import published
 from slice_counted import automatic, both_ways, fill, kept, long_prompt, touched
 from slice_modules import SLOW, modules
 from slice_points import Cell, again, against_triton, grid, longest, rest
-from slice_prefill import Lengths, PrefillBench, compared
+from slice_prefill import Lengths, PrefillBench, compared, table
 from slice_report import Report
 from slice_resume import cells_left, counts_left, rows_left, stages_left
 from slice_roles import AUTO, COUNTED, ROLES, auto_left, is_complete, needed_s, not_built
@@ -136,6 +136,9 @@ def test_prefills_are_measured_both_ways(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert rows["70 behind 300, compute"]["logprobs_differ"] == 0.5
     assert ("keep_only", 300) in engine.cleared
     assert ("make_up", 500) in engine.cleared
+    assert "| 70 behind 300, compute | 3.000 | 40.000 | 13.3 | yes | 0.500 |" in table(
+        list(rows.values())
+    )
     behind = [f for f in report.content["prefills"] if f["prefix"]]
     assert all(f["cut"] == (f["way"] == "ours") for f in behind)
     assert report.content["prefill"] == "all"
