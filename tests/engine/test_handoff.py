@@ -349,7 +349,16 @@ class Running:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("over", ["given up", "another controller", "its time"])
+@pytest.mark.parametrize(
+    "over",
+    [
+        "given up",
+        *(
+            pytest.param(over, marks=pytest.mark.full)
+            for over in ("another controller", "its time")
+        ),
+    ],
+)
 def test_a_giver_that_stops_in_the_middle_holds_nobody_up(
     here: EngineHarness, replica: Replica, tp_size: int, rank: int, over: str
 ) -> None:
@@ -394,6 +403,54 @@ def test_a_giver_that_stops_in_the_middle_holds_nobody_up(
     running.end()
     move.end()
     assert move.resume() == [0, 0]
+
+
+def test_a_taker_that_stops_in_the_middle_holds_nobody_up(
+    here: EngineHarness, replica: Replica, tp_size: int
+) -> None:
+    """As a successor may that takes KV, or weights, from a replica that serves: the thread that
+    gives waits for it, and nothing else does."""
+    there, rank = replica(), tp_size - 1
+    name, text = next(_NAMES), random_prompts([190], seed=11)[0]
+    here.generate([text], {"temperature": 0.0, "max_new_tokens": 1})
+    running = Running(here)
+    held = {"key": name, "texts": [{"rid": "none", "tokens": text}]}
+    assert here.at_boundary(command, "kv_hold", held)[0]["lengths"] == [len(text)]
+    tickets = here.at_boundary(offer, name)
+    there.begin("at_boundary", open_peer, name, tickets, 60.0)
+    here.at_boundary(open_peer, name, None, 60.0)
+    there.end()
+    stopped = there.call("at_boundary", pid)[rank]
+    there.call("at_boundary", fault, "stops", rank)
+    taken = {"key": name, "name": name, "texts": [text], "budget": 1 << 30}
+    there.begin("at_boundary", command, "kv_take", taken)
+    begun = time.monotonic()
+    while _state_of(stopped) != "T" and time.monotonic() < begun + NOTICED_S:
+        running.step(1)
+    try:
+        assert _state_of(stopped) == "T", "it was to stop at its second piece"
+        begun = time.monotonic()
+        worst_s = running.step(40)
+        here.at_boundary(command, "kv_let_go", {"key": name})
+        here.at_boundary(audit)
+        assert time.monotonic() - begun < STOOD_S, worst_s
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    there.end()
+    assert all(there.call("at_boundary", arrived, name, NOTICED_S))
+    order = taken | {"texts": []}  # All may have been sent before it was let go.
+    assert all(r["done"] for r in there.call("at_boundary", command, "kv_take", order))
+    for close in (here.at_boundary, lambda *what: there.call("at_boundary", *what)):
+        close(close_peer, name)
+    running.end()
+    here.assert_no_leak()
+    there.call("assert_no_leak")
+
+
+def _state_of(process: int) -> str:
+    """Of the kernel: `T` is stopped."""
+    with open(f"/proc/{process}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0]
 
 
 def test_a_giver_that_does_not_come_to_the_meeting_holds_nobody_up(
