@@ -76,11 +76,14 @@ class RankSide:
             logger.warning("KV may not come from other replicas: %s", error)
 
     def _rehearse_nccl(self) -> None:
+        import torch
+
         from overstory.kernels import ops
         from overstory.workers.collectives import Door, Seat, connect
         from overstory.workers.handoff.pieces import Conveyor
 
         device = self._torch_device()
+        torch.cuda.set_device(device)  # As SGLang does next. No context on another rank's GPU.
         ops.prepare(device)
         alone = connect("nccl", Seat("rehearsal", 0, 1), Door(self._address()), device)
         try:
