@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import zmq
+
 from overstory.workers.death_note import LastWill
 from overstory.workers.gate import StepGate
 from overstory.workers.scheduler_view import SglangScheduler, already_processed, choice_of
@@ -103,7 +105,14 @@ def _pull(original: Callable[[Any], Any], receiver: Any) -> Any:
     if hooked.rank != 0 or hooked.view is None:
         return original(receiver)
     begins = hooked.gate.before_pull(hooked.view)
+    if not (_readable(receiver.recv_from_tokenizer) or _readable(receiver.recv_from_rpc)):
+        return begins
     return [*begins, *original(receiver)]
+
+
+def _readable(source: Any) -> bool:
+    """Whether a read may give something: SGLang reads until a socket raises, which costs more."""
+    return not isinstance(source, zmq.Socket) or bool(int(source.get(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def _receive(original: Callable[[Any], list[Any]], receiver: Any) -> list[Any]:

@@ -138,3 +138,76 @@ def test_results_are_copied_with_and_without_a_profiler(monkeypatch: pytest.Monk
         assert copied().tolist() == [3]
     assert len(done) == 2
     assert "copy_result_to_cpu" in {event.name for event in profile.events()}
+
+
+def test_settings_are_read_again_when_their_variable_is_set_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In all ways that SGLang and others set them."""
+    import os
+
+    from sglang.srt.environ import EnvBool, EnvField, EnvInt
+
+    monkeypatch.setattr(EnvField, "_allow_set_name", True)
+
+    class Settings:
+        OVERSTORY_TEST_FLAG = EnvBool(False)
+        OVERSTORY_TEST_NUMBER = EnvInt(lambda: next(made))
+
+    made = itertools.count(10)
+    flag, number = Settings.OVERSTORY_TEST_FLAG, Settings.OVERSTORY_TEST_NUMBER
+    assert [flag.get(), flag.get()] == [False, False]
+    with flag.override(True):
+        assert [flag.get(), flag.get()] == [True, True]
+    assert flag.get() is False
+    for text in ("1", "0", "yes"):
+        os.environ["OVERSTORY_TEST_FLAG"] = text
+        assert [flag.get(), flag.get()] == [text != "0"] * 2
+    del os.environ["OVERSTORY_TEST_FLAG"]
+    assert flag.get() is False
+    flag.set(None)
+    assert flag.get() is None
+    flag.clear()
+    assert flag.get() is False
+    assert [number.get(), number.get()] == [10, 11], "a default that is made anew each time"
+    monkeypatch.setenv("OVERSTORY_TEST_NUMBER", "5")
+    assert [number.get(), number.get()] == [5, 5]
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("free", [0, 131, 132, 160, 263, 264, 287, 288, 4000])
+def test_room_for_a_step_is_what_sglang_finds(
+    monkeypatch: pytest.MonkeyPatch, page_size: int, free: int
+) -> None:
+    """Two requests: one with slots for a step, one without; a cache that gives nothing back."""
+    import sglang.srt.managers.schedule_batch as module
+    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+
+    from overstory.workers.ddtree.lean_loop import enough_slots
+
+    allocator_class = TokenToKVPoolAllocator if page_size == 1 else PagedTokenToKVPoolAllocator
+    allocator = object.__new__(allocator_class)
+    allocator.page_size = page_size
+    monkeypatch.setattr(allocator_class, "available_size", lambda _: free)
+    for target in (module, __import__("overstory.workers.ddtree.lean_loop", fromlist=["_"])):
+        monkeypatch.setattr(target, "get_alloc_reserve_per_decode", lambda: 128)
+    evicted: list[int] = []
+    monkeypatch.setattr(module, "evict_from_tree_cache", lambda _, count: evicted.append(count))
+    req = lambda committed, allocated: SimpleNamespace(  # noqa: E731
+        kv_committed_len=committed, kv=SimpleNamespace(kv_allocated_len=allocated)
+    )
+    batch: Any = module.ScheduleBatch(reqs=[req(40, 160), req(33, 48)])
+    batch.token_to_kv_pool_allocator = allocator
+    batch.spec_algorithm = SimpleNamespace(is_none=lambda: False)
+    asked: list[Any] = []
+
+    def theirs(batch: Any, selected: Any = None) -> bool:
+        asked.append(batch)
+        function: Any = module.ScheduleBatch.check_decode_mem
+        while hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        return bool(function(batch, selected))
+
+    assert enough_slots(theirs, batch) == theirs(batch)
+    most = (128 + page_size) * 2
+    assert len(asked) == (1 if free >= most else 2)

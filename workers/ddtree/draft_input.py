@@ -73,7 +73,8 @@ class DDTreeDraftInput(DFlashDraftInputV2):
                 num_needed_tokens=missing,
                 batch=batch,
             )
-        batch.seq_lens_cpu = torch.tensor(committed, dtype=torch.int64)
+        if self.future_indices is None:  # else SGLang puts its own there before the step
+            batch.seq_lens_cpu = torch.tensor(committed, dtype=torch.int64)
         batch.seq_lens_sum = self.committed = sum(committed)
 
     def filter_batch(

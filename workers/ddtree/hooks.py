@@ -7,7 +7,7 @@ from overstory.workers.ddtree.admission import allow_earlier_output, check_reque
 from overstory.workers.ddtree.finish import finish_within_limit
 from overstory.workers.ddtree.grammar import with_backend
 from overstory.workers.ddtree.headroom import widen_rows
-from overstory.workers.ddtree.lean_loop import copy_results, isolate
+from overstory.workers.ddtree.lean_loop import copy_results, enough_slots, isolate, setting
 from overstory.workers.ddtree.model_dtype import embeddings_in_model_dtype
 from overstory.workers.ddtree.sampler import (
     allow_min_tokens,
@@ -119,6 +119,18 @@ def patches() -> list[Patch]:
             "sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu",
             "around",
             copy_results,
+            "each step would take the host some 10 us more",
+        ),
+        hook(
+            "sglang.srt.managers.schedule_batch.ScheduleBatch.check_decode_mem",
+            "around",
+            enough_slots,
+            "each step would take the host 5 us more, 20 us with 32 requests",
+        ),
+        hook(
+            "sglang.srt.environ.EnvField.get",
+            "around",
+            setting,
             "each step would take the host some 10 us more",
         ),
     ]

@@ -8,17 +8,26 @@ same outcome, by fewer calls.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
 _NAMES = tuple(field.name for field in dataclasses.fields(ScheduleBatch))
+_PLAIN_ALLOCATORS = (TokenToKVPoolAllocator, PagedTokenToKVPoolAllocator)
+
+_READ = "_overstory_read"
+"""Attribute on SGLang's EnvField: the variable's name, its text when it was read, its value."""
+_variables: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
+
 _values_of: Callable[[Any], tuple[Any, ...]] = attrgetter(*_NAMES)
 
 
@@ -63,3 +72,31 @@ def copy_results(original: Callable[..., Any], result: Any, *arguments: Any, **n
 def _within_range(function: Callable[..., Any]) -> Callable[..., Any]:
     inner: Callable[..., Any] = getattr(function, "__wrapped__", function)
     return inner
+
+
+def enough_slots(
+    original: Callable[..., bool], batch: Any, selected_indices: list[int] | None = None
+) -> bool:
+    """AROUND hook on SGLang's ``ScheduleBatch.check_decode_mem``: where there is room for the most
+    that any request may want, none of them is asked."""
+    allocator = batch.token_to_kv_pool_allocator
+    if type(allocator) in _PLAIN_ALLOCATORS:
+        most = get_alloc_reserve_per_decode() + allocator.page_size
+        if allocator.available_size() >= most * len(batch.reqs):
+            return True
+    return original(batch, selected_indices)
+
+
+def setting(original: Callable[[Any], Any], field: Any) -> Any:
+    """AROUND hook on SGLang's ``EnvField.get``, which a step asks half a dozen times: what was read
+    of an environment variable holds until the variable is set again."""
+    kept = field.__dict__.get(_READ)
+    if kept is None:
+        kept = (os.environ.encodekey(field.name), None, None)
+    elif kept[1] is _variables.get(kept[0]):
+        return kept[2]
+    value = original(field)
+    given = _variables.get(kept[0])
+    if given is not None or not callable(field.default):
+        field.__dict__[_READ] = (kept[0], given, value)
+    return value

@@ -436,7 +436,7 @@ def _packed(
 def _on_device(raw: _Raw, live: int, bs: int) -> _OnDevice:
     """The parts of a step of ``bs`` places that stay on the device, for its ``live`` requests."""
     width = raw.accepted.tokens.shape[1]
-    _, _, roots, lengths, _, _ = raw.packed.split(_sizes(bs, width, raw.packed.shape[0]))
+    _, _, roots, lengths, _, _ = raw.packed.split_with_sizes(_sizes(bs, width, raw.packed.shape[0]))
     tree, accepted = raw.tree, raw.accepted
     if live < bs:
         roots, lengths = roots[:live], lengths[:live]
@@ -450,7 +450,9 @@ def _unpacked(kept: _OnDevice, bs: int) -> StepOutput:
     width = raw.accepted.tokens.shape[1]
     # One copy: each costs the host a launch, and SGLang's own of two parts would be two more.
     packed = on_host(raw.packed)
-    tokens, given, _, _, deepest, times = packed.split(_sizes(bs, width, packed.shape[0]))
+    tokens, given, _, _, deepest, times = packed.split_with_sizes(
+        _sizes(bs, width, packed.shape[0])
+    )
     if live < bs:
         tokens, given, deepest = tokens[: live * width], given[:live], deepest[:live]
     return StepOutput(tokens, width, given, deepest, times, roots, lengths, tree, accepted)

@@ -451,6 +451,25 @@ DDTREE: tuple[Entry, ...] = (
         "return_logprob return_hidden_states",
     ),
     Inline(
+        f"{_SRT}.managers.schedule_batch.ScheduleBatch.check_decode_mem",
+        "not asked where there is room for all",
+        "return self.token_to_kv_pool_allocator.available_size() >= num_tokens",
+    ),
+    Inline(
+        f"{_SRT}.managers.schedule_batch.ScheduleBatch._new_tokens_required_next_decode_spec_v2",
+        "the most that a request may want",
+        "x = max(0, r.kv_committed_len + reserve - r.kv.kv_allocated_len)",
+    ),
+    Internal(
+        f"{_SRT}.mem_cache.allocation_sizing.get_alloc_reserve_per_decode",
+        "the most that a request may want",
+    ),
+    Inline(
+        f"{_SRT}.environ.EnvField.get",
+        "not asked again until the variable is set again",
+        "value = os.getenv(self.name)",
+    ),
+    Inline(
         f"{_SRT}.sampling.sampling_batch_info.SamplingBatchInfo.copy_for_forward",
         "done shorter",
         "return dataclasses.replace(self, penalizer_orchestrator=None)",
