@@ -206,9 +206,11 @@ def test_some_requests_of_a_large_batch_are_observed() -> None:
     kinds[0] = None
     parents, ranks, size, path = [-1, 0, 1], [-1, 0, 0], 3, [0, 1, -1]
     told = torch.tensor([[*parents, *ranks, size, *path]] * bs)
-    outcome = StepOutcome(steering, kinds, False, size, told)
+    work: list[int] = []
+    outcome = StepOutcome(steering, lambda: work.append(1), kinds, False, size, told)
     outcome.judge([True] * bs)
     assert steering.report()["greedy"]["seen"] == OBSERVED
+    assert work, "the step at hand is not timed"
     outcome.judge([i < 2 for i in range(bs)])  # one of the two wants no draft
     assert steering.report()["greedy"]["seen"] == OBSERVED + 1
     assert steering.report()["greedy"]["spine"] == [1.0, 0.0]
@@ -262,6 +264,7 @@ def test_launches_are_timed_where_steps_are_alike(monkeypatch: pytest.MonkeyPatc
     auto = one._auto
     assert auto is not None
     assert auto.steering is not None
+    monkeypatch.setattr(one, "_hold", lambda *_: None)
     seen: list[tuple[int, int, int, int]] = []
     monkeypatch.setattr(
         auto.steering,

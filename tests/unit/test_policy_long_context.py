@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from statistics import fmean
 
 import pytest
 from policy_world import COSTS, NUMBERS, OPTIONS, SYNC, World
@@ -77,19 +78,21 @@ def test_where_a_long_context_makes_drafts_a_loss_nothing_is_drafted(
     def quality(context: int) -> float:
         return 1.0 if context == SHORT else far
 
-    table = table_of(rows_cost)
-    steering = Steering(OPTIONS, table, floor=0.0)
-    near, _ = steps(steering, table, quality, SHORT, 1)
-    assert near[-200:].count(PLAIN) < 20, "at first drafts pay"
+    table, again = table_of(rows_cost), []
     best = {o: fixed(table, o, far, LONG, 2) for o in NUMBERS}
     assert max(best, key=best.__getitem__) == PLAIN, "the case is one for plain decoding"
-    chosen, rate = steps(steering, table, quality, LONG, 3, near[-1])
-    drafted = sum(option != PLAIN for option in chosen[200:])
-    assert drafted < 0.1 * len(chosen[200:]), "but for probes"
-    assert rate > 0.9 * best[PLAIN], "which cost little"
-    back, rate = steps(steering, table, quality, SHORT, 4, chosen[-1])
-    assert back[-200:].count(PLAIN) < 20, "a short one that comes after is drafted for"
-    assert rate > 0.9 * max(fixed(table, o, 1.0, SHORT, 5) for o in NUMBERS)
+    for seed in range(0, 30, 10):
+        steering = Steering(OPTIONS, table, floor=0.0)
+        near, _ = steps(steering, table, quality, SHORT, seed + 1)
+        assert near[-200:].count(PLAIN) < 20, "at first drafts pay"
+        chosen, rate = steps(steering, table, quality, LONG, seed + 3, near[-1])
+        drafted = sum(option != PLAIN for option in chosen[200:])
+        assert drafted < 0.1 * len(chosen[200:]), "but for probes"
+        assert rate > 0.9 * best[PLAIN], "which cost little"
+        back, rate = steps(steering, table, quality, SHORT, seed + 4, chosen[-1])
+        assert back[-200:].count(PLAIN) < 20, "a short one that comes after is drafted for"
+        again.append(rate)
+    assert fmean(again) > 0.9 * max(fixed(table, o, 1.0, SHORT, 5) for o in NUMBERS)
 
 
 def test_drafts_that_still_pay_at_a_long_context_go_on() -> None:

@@ -123,7 +123,7 @@ def test_a_place_without_steps_follows_one_where_they_run_alike() -> None:
     periods = Periods([[100, 200]] * 12, batches=2)
     for place, took in ((0, 150), (9, 500)):
         for _ in range(BESIDE):
-            periods.add(place, 0, 100, took)
+            periods.add(place, 0, (100, 200), took)
         periods.overheads()
     rows = periods.overheads()
     assert rows is not None
@@ -145,6 +145,7 @@ def test_launches_of_both_ways_are_not_compared(
     one.start(_table(), 0.0)
     assert one._auto is not None
     assert one._auto.steering is not None
+    monkeypatch.setattr(one, "_hold", lambda *_: None)
     seen: list[tuple[int, int]] = []
     monkeypatch.setattr(
         one._auto.steering,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import random
 from collections.abc import Callable
 from statistics import stdev
@@ -22,12 +23,12 @@ from policy_world import (
     tree_of,
 )
 
-from overstory.workers.policy.beliefs import GREEDY, ONE, SAMPLED
+from overstory.workers.policy.beliefs import GREEDY, NO_PROBE, ONE, SAMPLED
 from overstory.workers.policy.choice import PROBE_RUN, Shape, best_of, decide, rates
-from overstory.workers.policy.compared import BESIDE, KEPT, LEAST, Compared
+from overstory.workers.policy.compared import BESIDE, KEPT, LEAST, Compared, Known
 from overstory.workers.policy.evidence import FADE_STEPS, KindEvidence, Share, Walk
 from overstory.workers.policy.options import CHAIN, PLAIN
-from overstory.workers.policy.periods import Periods
+from overstory.workers.policy.periods import DOUBT, HIDDEN, NOISE_WORTH, Periods
 from overstory.workers.policy.steering import HOLDS_US, RETRY_STEPS, Steering
 from overstory.workers.policy.step_times import StepTimes
 
@@ -158,7 +159,7 @@ def test_as_good_as_the_best_fixed_policy(quality: float, costs: tuple[int, ...]
     rates = [fixed_rate(option, quality, table, 6, 2500) for option in NUMBERS]
     got = world.tokens / world.microseconds
     assert got >= 0.96 * max(rates), (world.used, [round(r / max(rates), 3) for r in rates])
-    assert got >= 0.99 * rates[PLAIN]
+    assert got >= 0.985 * rates[PLAIN], "where plain is best, but for trials"
 
 
 def test_follows_a_change_of_the_work() -> None:
@@ -182,7 +183,7 @@ def test_kinds_are_learnt_apart() -> None:
     again = World(0.97, random.Random(3))
     run(steering, again, table, 100, GREEDY)
     assert sampled.used["plain"] > 450
-    assert again.used.get("plain", 0) <= 2, "greedy requests pay nothing for sampled ones"
+    assert again.used.get("plain", 0) <= PROBE_RUN, "greedy requests pay nothing for sampled ones"
 
 
 def test_a_drafter_of_another_model_is_switched_off_and_tried_again(
@@ -311,38 +312,87 @@ def test_a_host_beside_the_device_is_found_by_periods(
 
 
 def test_options_that_were_not_timed_are_not_taken_for_the_best() -> None:
-    """By hand: two batches, greedy and sampled."""
+    """By hand: two batches, greedy and sampled. The host adds 90 to 200, and hides 70 of what 100
+    more or 90 less would show."""
     costs = [[100, 200, 300], [100, 250, 400]]
     periods = Periods([*costs, *costs], batches=2)
     assert periods.overheads() is None
     assert periods.seen(0, 1), "nothing is timed in this way"
     for _ in range(BESIDE):
-        periods.add(0, 1, 200, 290)
-    # 90 more, and 3% of the 290 and (at the other batch) 340 that it takes in all
-    assert periods.overheads() == ((98, 90, 98), (100, 90, 100)) * 2
+        periods.add(0, 1, costs[0], 290)
+    rows = periods.overheads()
+    assert rows is not None
+    doubt = math.exp(DOUBT)
+    hidden = HIDDEN[0] * 90
+    assert rows[0] == pytest.approx(
+        (doubt * (290 - 100 + hidden) - 100, 90, doubt * (290 + 100 - hidden) - 300), abs=1
+    )
+    assert rows[1] == pytest.approx(
+        (doubt * (340 - 150 + hidden) - 100, 90, doubt * (340 + 150 - hidden) - 400), abs=1
+    )
+    assert rows[2:] == rows[:2], "as the nearest place"
     assert [periods.seen(0, option) for option in range(3)] == [False, True, False]
-    for option, took in ((2, 435), (1, 290)):
+    for _ in range(2 * NOISE_WORTH):
+        for option, took in ((2, 435), (1, 290)):
+            for _ in range(BESIDE):
+                periods.add(0, option, costs[0], took)
+    rows = periods.overheads()
+    assert rows is not None
+    assert (300 + rows[0][2]) / (200 + rows[0][1]) == pytest.approx(435 / 290, rel=0.02)
+    assert periods.seen(0, 2)
+
+
+def test_what_the_host_hides_is_not_charged_to_larger_trees() -> None:
+    """Steps of 8 requests on an H200 of a busy host: a tree of 63 nodes took 3% longer than one of
+    15, and was believed to take a quarter longer, by disturbed visits; the rule stayed with 15
+    nodes at 0.87 of the best. What the table has of the two is 18% of a step at most, of which
+    the host hides most; a visit that was slower by 24% moves that by a part."""
+    costs = (433, 662, 668, 738, 738, 885, 1058)
+    periods = Periods([costs] * 2, batches=1)
+    for number in range(12):  # greedy texts: how noisy the host is
+        for option, took in ((4, 1750), (5, 1700 + number % 3 * 300), (4, 1750)):
+            for _ in range(BESIDE):
+                periods.add(0, option, costs, took)
+    for option, took in ((4, 1750), (6, 2170), (4, 1750)):
         for _ in range(BESIDE):
-            periods.add(0, option, costs[0][option], took)
-    assert periods.overheads() == ((98, 90, 135), (100, 90, 135)) * 2
-    for _ in range(BESIDE):
-        periods.add(3, 0, 100, 80)
-    # the other kind at the same batch is nearer than the same kind at another
-    other = (-20, -18, -18)
-    assert periods.overheads() == ((98, 90, 135), other) * 2
+            periods.add(0, option, costs, took)
+    rows = periods.overheads()
+    assert rows is not None
+    believed = [cost + more for cost, more in zip(costs, rows[0], strict=True)]
+    assert believed[6] / believed[4] < 1.16, believed
+    assert periods.off(0, 6) > 0.03, "it may well be the best one"
+    for _ in range(2 * KEPT):
+        for option, took in ((6, 1800), (4, 1750)):
+            for _ in range(BESIDE):
+                periods.add(0, option, costs, took)
+    rows = periods.overheads()
+    assert rows is not None
+    assert (1058 + rows[0][6]) / (738 + rows[0][4]) == pytest.approx(1.03, abs=0.01)
+    assert periods.off(0, 6) < 0.03
 
 
 def test_a_stretch_in_which_all_is_slow_says_nothing_of_options() -> None:
     """Option 2 is tried in fast stretches alone, 1 in slow ones: both take as long in truth."""
-    periods = Periods([[100, 100, 100]] * 2, batches=1)
+    costs = (100, 100, 100)
+    periods = Periods([costs] * 2, batches=1)
     for stretch in range(40):
         slow = 2 if stretch % 2 else 1
         for step in range(60):
             option = (1 if slow == 2 else 2) if 40 <= step < 44 else 0
-            periods.add(0, option, 100, slow * (100 if option == 0 else 130))
+            periods.add(0, option, costs, slow * (100 if option == 0 else 130))
     plain, one, two = periods.overheads()[0]  # type: ignore[index]
     assert (100 + one) / (100 + plain) == pytest.approx(1.3, abs=0.02)
     assert (100 + two) / (100 + plain) == pytest.approx(1.3, abs=0.02)
+
+
+UNKNOWN = [Known(0.0, 9.0)] * 6
+"""Nothing at all is expected."""
+
+
+def told(compared: Compared, *options: int) -> list[float]:
+    """What comparisons say of ``options``, relative to the first of them."""
+    known = compared.known(UNKNOWN, 0.001)
+    return [known[option].log - known[options[0]].log for option in options[1:]]
 
 
 def test_nothing_is_learnt_where_a_stretch_begins() -> None:
@@ -355,15 +405,14 @@ def test_nothing_is_learnt_where_a_stretch_begins() -> None:
     steps(0, 1.0)
     steps(1, 1.5, LEAST)
     steps(0, 1.0)
-    assert compared.known() == {0: 1.0, 1: 1.5}
+    assert told(compared, 0, 1) == pytest.approx([0.5])
     steps(1, 2.5, LEAST)  # a slow stretch has begun
     steps(0, 2.0, 100)
-    now = compared.known()
-    assert now[1] - now[0] == pytest.approx(0.5)
+    assert compared.counts() == {0: 1, 1: 1}
+    assert told(compared, 0, 1) == pytest.approx([0.5])
     steps(1, 2.7, LEAST)
     steps(0, 2.0)
-    now = compared.known()
-    assert now[1] - now[0] == pytest.approx(0.6), "the mean of 0.5 and 0.7"
+    assert told(compared, 0, 1) == pytest.approx([0.6]), "the mean of 0.5 and 0.7"
 
 
 def test_either_of_two_options_tells_of_the_other() -> None:
@@ -375,15 +424,37 @@ def test_either_of_two_options_tells_of_the_other() -> None:
 
     steps(0, 1.0, 20)
     steps(1, 0.9, 20)
-    assert compared.known() == {0: 1.0}, "nothing says that no stretch has begun between them"
+    assert not compared.counts(), "nothing says that no stretch has begun between them"
     steps(0, 1.0, LEAST)
     steps(1, 0.9, LEAST)
-    assert compared.known() == pytest.approx({0: 1.0, 1: 0.9})
+    assert told(compared, 0, 1) == pytest.approx([-0.1])
     for _ in range(KEPT):
         steps(1, 0.9, 20)
         steps(0, 0.8, LEAST)
     steps(1, 0.9, 20)
-    assert compared.known() == pytest.approx({0: 0.8, 1: 0.9}, abs=0.001)
+    assert told(compared, 0, 1) == pytest.approx([0.1], abs=0.001)
+
+
+def test_options_are_known_through_others() -> None:
+    """2 was compared to 1 alone and 1 to what runs; how far off is known of both."""
+    compared = Compared()
+    for option, took in ((2, 0.3), (1, 0.2), (2, 0.3), (1, 0.2), (0, 0.0), (1, 0.2), (0, 0.0)):
+        for _ in range(BESIDE):
+            compared.add(option, took)
+    known = compared.known(UNKNOWN, 0.05)
+    assert [known[o].log for o in range(3)] == pytest.approx([0.0, 0.2, 0.3], abs=0.01)
+    assert known[2].off == 0.0 < known[1].off < known[0].off < known[3].off, "2 ran first"
+
+
+def test_comparisons_outweigh_what_was_expected_and_few_noisy_ones_do_not() -> None:
+    compared, expected = Compared(), [Known(0.0, 0.03), Known(0.0, 0.03)]
+    for option, took in ((0, 0.0), (1, 0.3), (0, 0.0)):
+        for _ in range(BESIDE):
+            compared.add(option, took)
+    assert compared.known(expected, 0.3)[1].log < 0.03
+    assert compared.known(expected, 0.01)[1].log > 0.27
+    wrong = [Known(0.0, 0.03), Known(3.0, 0.03)]  # a table that is wrong by 20 times
+    assert compared.known(wrong, 0.05)[1].log == pytest.approx(0.3, abs=0.05)
 
 
 def test_a_busy_machine_is_no_fault_of_the_option_that_runs() -> None:
@@ -415,24 +486,18 @@ def test_one_interrupted_step_changes_little() -> None:
     assert max(times.factors()) < 1150
 
 
-def test_two_options_of_which_nothing_is_known_become_what_others_are_compared_to() -> None:
-    """The first one that ran is not there to be compared to any more."""
-    compared = Compared()
-    for option, took in ((5, 9.0), (0, 2.0), (3, 2.5), (0, 2.0)):
-        for _ in range(BESIDE):
-            compared.add(option, took)
-    assert compared.known() == pytest.approx({0: 2.0, 3: 2.5})
-
-
 def test_a_table_that_says_too_much_leaves_short_steps_some_time() -> None:
-    """By hand: a step of 20,000 takes 8,000. One of 6,000 in the table takes 2,400 and 3% of the
-    8,000; one of 30,000 takes 12,000 less, and the 3%."""
-    periods = Periods([[6000, 20_000, 30_000]], 1)
+    """By hand: a step of 20,000 takes 8,000. One of 6,000 in the table takes 2,400, one of 30,000
+    12,000; both 3% more while they were not tried."""
+    costs = [6000, 20_000, 30_000]
+    periods = Periods([costs] * 2, 1)
     for _ in range(LEAST):
-        periods.add(0, 1, 20_000, 8000)
+        periods.add(0, 1, costs, 8000)
     overheads = periods.overheads()
     assert overheads is not None
-    assert overheads[0] == pytest.approx((-3600 + 240, -12_000, -12_000 + 240), abs=2)
+    doubt = math.exp(DOUBT)
+    expected = (doubt * 2400 - 6000, -12_000, doubt * 12_000 - 30_000)
+    assert overheads[0] == pytest.approx(expected, abs=2)
 
 
 def test_something_is_tried_also_where_nothing_can_be_compared_to_what_was_seen() -> None:
@@ -446,6 +511,8 @@ def test_something_is_tried_also_where_nothing_can_be_compared_to_what_was_seen(
         steering.observe(GREEDY, walk)
     for _ in range(LEAST):
         steering.observe_period(TREE_31, shape, 90_000, 90_000)
+    assert steering.next_beliefs(64, shape, NUMBERS, PLAIN).probe == NO_PROBE
+    assert steering.announced, "so that the steps before it are timed"
     believed = steering.next_beliefs(64, shape, NUMBERS, PLAIN)
     assert best_of(rates(table_of(costs), believed, shape), NUMBERS, PLAIN) == PLAIN
     assert believed.probe - 1 in range(CHAIN, TREE_31)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from overstory.workers.policy.visits import LOSS, REST, STEPS, YOUNG, Price, Visits, interval
+from overstory.workers.policy.visits import BOLD, LOSS, REST, STEPS, YOUNG, Price, Visits, interval
 
 CHEAP, DEAR = Price(0.99, 5.0), Price(0.6, 20.0)
 
@@ -44,24 +44,44 @@ def test_first_visits_come_sooner_where_not_much_is_lost() -> None:
 def test_the_best_option_runs_between_two_visits() -> None:
     """Option 0 runs; 1 and 2 are due at once, and one place's visits say nothing of another's."""
     visits, prices = Visits(2, 3), {1: CHEAP, 2: CHEAP}
+
+    def due(place: int, steps: int) -> int | None:
+        visits.pass_steps(place, steps)
+        visits.look(place, 0, prices)
+        return visits.due(place)
+
+    assert due(0, REST) == 2
+    assert due(0, REST - 1) is None, "nothing could be compared to the best one"
+    assert due(0, 1) == 1
+    assert due(1, REST) == 2
+
+
+def test_how_long_nothing_is_due() -> None:
+    visits, prices = Visits(1, 2), {1: CHEAP}
+    assert visits.look(0, 0, prices) == REST, "the best one has to run first"
     visits.pass_steps(0, REST)
-    assert visits.due(0, 0, prices) == 2
-    visits.pass_steps(0, REST - 1)
-    assert visits.due(0, 0, prices) is None, "nothing could be compared to the best one"
-    visits.pass_steps(0, 1)
-    assert visits.due(0, 0, prices) == 1
-    visits.pass_steps(1, REST)
-    assert visits.due(1, 0, prices) == 2
+    assert visits.look(0, 0, prices) <= 0
+    assert visits.due(0) == 1
+    assert visits.look(0, 0, prices) == interval(CHEAP, 1)
+
+
+def test_what_may_well_be_the_best_is_visited_more_often() -> None:
+    """Within `BOLD` times its price: what is not known well costs no more than that."""
+    sure, hopeful = Price(0.9, 5.0, off=0.02), Price(0.9, 5.0, off=0.08)
+    assert interval(sure, YOUNG) == interval(Price(0.9, 5.0), YOUNG)
+    assert interval(hopeful, YOUNG) == pytest.approx(interval(sure, YOUNG) / BOLD)
 
 
 def test_whoever_waited_longest_for_its_price_comes_first() -> None:
     visits, prices = Visits(1, 3), {1: CHEAP, 2: Price(0.9, 5.0)}
     for _ in range(2):  # both were tried just now
         visits.pass_steps(0, REST)
-        assert visits.due(0, 0, prices) is not None
+        visits.look(0, 0, prices)
+        assert visits.due(0) is not None
     order = []
     for _ in range(400):
         visits.pass_steps(0, REST)
-        order.append(visits.due(0, 0, prices))
+        visits.look(0, 0, prices)
+        order.append(visits.due(0))
     assert order.count(1) > 3 * order.count(2) > 3, "the cheaper one more often"
     assert 0 not in order

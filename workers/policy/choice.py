@@ -31,8 +31,8 @@ MARGIN = 5
 """Thousandths by which another option must be better before it replaces the present one."""
 
 PROBE_RUN = 5
-"""Steps of a probe in a row: they are timed, a step by those of its kind before it, and one step's
-time may be an accident."""
+"""Steps of a probe in a row: they are timed, a step by those of its kind before it and where the
+rule itself did nothing meanwhile, and one step's time may be an accident."""
 
 PROBE_COST = 4
 """A step of a probe may cost at most this many plain steps."""

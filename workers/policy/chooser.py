@@ -89,9 +89,16 @@ def shape_of(batch: ScheduleBatch, parts: bool = False) -> Shape:
     return Shape(counts, len(kinds) - sum(counts), context_of(batch), sampled, parts)
 
 
+def committed_of(batch: ScheduleBatch) -> int:
+    """Committed tokens of all requests of ``batch``. On a GPU with overlap SGLang forgets its own
+    sum of lengths; that of our draft input stands in."""
+    known = batch.seq_lens_sum
+    return int(batch.spec_info.committed if known is None else known)
+
+
 def context_of(batch: ScheduleBatch) -> int:
     """Mean committed length of ``batch``, rounded down: by less than 256, or than a quarter."""
-    mean = int(batch.seq_lens_sum or 0) // len(batch.reqs)
+    mean = committed_of(batch) // len(batch.reqs)
     return mean // _grain(mean) * _grain(mean)
 
 
@@ -121,10 +128,11 @@ class StepOutcome:
     """A step's trees and walks on their way to the host, for rank 0's evidence.
 
     ``told``: [bs, 2 n + 1 + width] int64: parents, ranks, size and accepted rows of each request,
-    for trees of n ``rows``.
+    for trees of n ``rows``. ``working`` is called before its walks are counted.
     """
 
     steering: Steering
+    working: Callable[[], None]
     kinds: list[int | None]
     chain: bool
     rows: int
@@ -136,6 +144,7 @@ class StepOutcome:
 
         It was copied behind the step on its stream: its results must have been read.
         """
+        self.working()
         n = self.rows
         counted = [b for b, kind in enumerate(self.kinds) if running[b] and kind is not None]
         if len(counted) > OBSERVED:
@@ -202,7 +211,7 @@ class _Held(NamedTuple):
         return (
             since < self.until
             and (rule is self.rule or rule == self.rule)
-            and low <= int(batch.seq_lens_sum or 0) < high
+            and low <= committed_of(batch) < high
             and batch.reqs == self.reqs
         )
 
@@ -263,7 +272,10 @@ class StepChooser:
         self._begun: tuple[int, int, int] | None = None  # (ns, option, expected us) of this step
         self._ended: tuple[int, int] | None = None  # (ns, batch) of the last step
         self._run = 0  # steps of one option in a row
+        self._visited = False  # whether steps of another option came right before these
         self._launched: list[_Launch] = []  # the last two steps, with nothing between
+        self._worked = False  # whether the rule did more since the last launch than choose
+        self._size = (0, 0)  # of the batch, and the steps that it has been so for
 
     def start(self, table: CostTable, floor: float) -> None:
         """The table is there: the automatic rule can be in force from now on."""
@@ -288,6 +300,7 @@ class StepChooser:
             and held.covers(rule, batch, auto.since + 1)
         ):
             auto.since += 1
+            self._size = self._size[0], self._size[1] + 1
             return last.policy, last.told
         self._held = None
         return self._looked_at(auto, rule, batch)
@@ -308,7 +321,9 @@ class StepChooser:
         shape = self._shape_of(batch)
         chosen = self._following(auto, self._decide(auto, rule, shape), shape)
         goes_on = self._ruling and self._last is not None and self._last.policy is chosen.policy
-        self._run = self._run + 1 if goes_on else 1
+        if not goes_on:
+            self._run, self._visited = 0, bool(self._launched)
+        self._run += 1
         self._last, self._ruling = chosen, True
         option = chosen.decision.option
         if auto.steering is not None and self._host_waits:
@@ -327,9 +342,10 @@ class StepChooser:
         if auto.steering is not None:
             # Those right after another option and right before one are timed (`compared.py`), which
             # takes two launches with nothing between; others are compared to nothing.
-            if self._run <= BESIDE + 1:
+            if self._visited and self._run <= BESIDE + 1:
                 return
-            until -= BESIDE + 2
+            if auto.steering.announced:
+                until -= BESIDE + 2
         if auto.since + 1 >= until:
             return
         self._launched.clear()
@@ -353,6 +369,7 @@ class StepChooser:
         """Something else than a decode step comes next: the time that passes is not a step's."""
         self._ended = self._begun = self._shape = self._held = None
         self._launched.clear()
+        self._visited, self._size = False, (0, 0)
 
     def outcome(
         self, batch: ScheduleBatch, policy: TreePolicy, tree: Tree, accepted: Accepted
@@ -365,18 +382,27 @@ class StepChooser:
         self._turn += 1
         if not self._to_be_counted(auto):
             return None
+        self._note_work()
         kinds = [kind if drafting else None for drafting, kind in map(kind_of, batch.reqs)]
         # One tensor: each copy to the host is a launch.
         columns = (tree.parents, tree.ranks, tree.sizes.unsqueeze(1), accepted.rows)
         told = torch.cat(columns, dim=1).to("cpu", non_blocking=True)
         return StepOutcome(
-            auto.steering, kinds, policy.mode == "chain", tree.rows, told, self._turn
+            auto.steering,
+            self._note_work,
+            kinds,
+            policy.mode == "chain",
+            tree.rows,
+            told,
+            self._turn,
         )
 
     def _to_be_counted(self, auto: _Auto) -> bool:
         why = self._last.decision.why if self._last is not None else ""
-        if why in ("unknown", "trial") or (why == "probe" and auto.since == 0):
+        if why in ("unknown", "trial"):
             return True
+        if why == "probe":  # its first step is not timed
+            return auto.since == 0
         if not self._settled:
             return self._turn % OBSERVED_STEPS == 0
         now = time.perf_counter_ns()
@@ -415,6 +441,8 @@ class StepChooser:
         if allowed is None:
             allowed = self._allowed[rule.most] = self._permitted(rule.most)
         auto.since += 1
+        size, steps = self._size
+        self._size = shape.batch, steps + 1 if size == shape.batch else 0
         if auto.since == 0 or auto.since >= auto.due(shape):
             auto.beliefs = self._agree(auto, shape, allowed)
             auto.since, auto.place = 0, place_of(auto.table, shape)
@@ -449,13 +477,16 @@ class StepChooser:
     def _agree(self, auto: _Auto, shape: Shape, allowed: tuple[int, ...]) -> Beliefs:
         if auto.steering is not None:
             believed = auto.steering.next_beliefs(
-                auto.since, shape, allowed, auto.before, SYNC_STEPS
+                auto.since, shape, allowed, auto.before, SYNC_STEPS, self._size[1]
             )
             self.group.host_ints(believed.to_ints())
             self._settled = auto.steering.settled(shape)
             return believed
         length = len(auto.beliefs.to_ints())
         return Beliefs.from_ints(self.group.host_ints([0] * length), len(self.options))
+
+    def _note_work(self) -> None:
+        self._worked = True
 
     def _note_pause(self, steering: Steering, batch: int) -> None:
         """The engine's own work between two steps."""

@@ -4,13 +4,18 @@ What disturbs a machine comes in stretches of hundredths of a second to seconds,
 of every option takes longer: times of different stretches say nothing about options. So a few steps
 of one option are compared to those of another right before and right after. Where these two differ
 a stretch has begun or ended, and nothing is learnt.
+
+One comparison is a few steps: on a host in use it is off by a tenth and more. What all of them say
+together, and what is expected without them is weighed by how sure each is.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import NamedTuple
 
 BESIDE = 6
 """Most steps before and after that others are compared to."""
@@ -21,11 +26,40 @@ LEAST = 3
 APART = 0.1
 """Logarithms of the times before and after may differ by this much."""
 
-KEPT = 6
-"""Comparisons of an option whose median counts."""
+KEPT = 12
+"""Comparisons of two options that count, the newest."""
 
-LEVEL_RATE = 0.1
-"""Share of a step's deviation that the level takes over."""
+FALLS, RISES = 0.1, 0.01
+"""Share of a step's deviation that the level takes over, where it is shorter or longer: what
+disturbs a machine only adds."""
+
+MOST_NOISE = 0.5
+"""More than this counts as this."""
+
+MEDIAN_WORTH = 1.3
+"""Comparisons whose median says as much as the mean of one of them less noise."""
+
+TAILS = 3.0
+"""Degrees of freedom of what an expectation is off by (Student's t): where comparisons say
+something else altogether it does not count."""
+
+SWEEPS = 6
+"""Rounds in which options are weighed against each other; there are few, and few comparisons."""
+
+
+class Known(NamedTuple):
+    """What an option's step takes (logarithm), and by how much that may well be off relative to
+    the one that others are relative to."""
+
+    log: float
+    off: float
+
+
+class _Told(NamedTuple):
+    """Logarithm by which one option took longer than another, and its weight."""
+
+    more: float
+    weight: float
 
 
 @dataclass
@@ -44,31 +78,56 @@ class Compared:
     """Logarithms of steps' times, of any unit, by option."""
 
     def __init__(self) -> None:
-        self._own: dict[int, float] = {}
-        self._found: dict[int, deque[float]] = {}
-        self._level = 0.0
+        self._found: dict[tuple[int, int], deque[float]] = {}  # of the first over the second
+        self._base: int | None = None  # the first option that ran
+        self._level = 0.0  # of it
+        self._own = dict[int, float]()  # by option, what it is over that level
         self._runs: list[_Run] = []  # the last three; the one at hand is compared once
+        self.scatter, self.scattered = 0.0, 0  # sum of squares of comparisons' noise, and how many
 
     def add(self, option: int, took: float) -> None:
         """A step of ``option``; steps come in the order in which they ran."""
-        if not self._own:
-            self._own[option], self._level = 0.0, took
         if not self._runs or self._runs[-1].option != option:
             if self._runs and len(self._runs[-1].steps) < BESIDE:
                 self._compare()
             self._runs = [*self._runs[-2:], _Run(option)]
         steps = self._runs[-1].steps
         steps.append(took)
-        if option in self._own:
-            self._level += LEVEL_RATE * (took - self._own[option] - self._level)
+        if self._base is None:
+            self._base, self._level, self._own = option, took, {option: 0.0}
+        own = self._own.get(option)
+        if own is not None:
+            more = took - own - self._level
+            self._level += (FALLS if more < 0 else RISES) * more
         if len(steps) == BESIDE:
             self._compare()
         elif len(steps) > 2 * BESIDE:
             del steps[BESIDE]  # its first and its last ones are what counts
 
-    def known(self) -> dict[int, float]:
-        """By option that was compared (or is compared to): what its step takes now."""
-        return {option: self._level + own for option, own in self._own.items()}
+    @property
+    def base(self) -> tuple[int, float]:
+        """The option that others are relative to, and what its step takes when nothing disturbs
+        it."""
+        assert self._base is not None, "a step was timed"
+        return self._base, self._level
+
+    def counts(self) -> dict[int, int]:
+        """By option that was compared, comparisons that it was in."""
+        counts: dict[int, int] = {}
+        for options, found in self._found.items():
+            for option in options:
+                counts[option] = counts.get(option, 0) + len(found)
+        return counts
+
+    def known(self, expected: Sequence[Known], noise: float) -> list[Known]:
+        """By option, what comparisons, each off by ``noise``, and expectations say together."""
+        pairs = {
+            options: _Told(median(found), len(found) / (MEDIAN_WORTH * noise**2))
+            for options, found in self._found.items()
+        }
+        found = _weighed(expected, pairs, *self.base)
+        self._own = {option: known.log - self._level for option, known in enumerate(found)}
+        return found
 
     def _compare(self) -> None:
         """The run at hand with the one before the last, if they are of one option."""
@@ -81,16 +140,68 @@ class Compared:
         if abs(after - before) > APART:
             return
         more = median(between.steps[:BESIDE]) - (before + after) / 2
-        if first.option in self._own:
-            self._learn(between.option, self._own[first.option] + more)
-        elif between.option in self._own:
-            self._learn(first.option, self._own[between.option] - more)
-        else:  # nothing tells how they compare to the others, which are for another comparison
-            self._own, self._level = {first.option: 0.0}, (before + after) / 2
-            self._found.clear()
-            self._learn(between.option, more)
+        tried, runs = between.option, first.option
+        found = self._found.setdefault((max(tried, runs), min(tried, runs)), deque(maxlen=KEPT))
+        found.append(more if tried > runs else -more)
+        self._count_noise()
 
-    def _learn(self, option: int, own: float) -> None:
-        found = self._found.setdefault(option, deque(maxlen=KEPT))
-        found.append(own)
-        self._own[option] = median(found)
+    def _count_noise(self) -> None:
+        self.scatter, self.scattered = 0.0, 0
+        for found in self._found.values():
+            middle = median(found)
+            self.scatter += sum(min(abs(more - middle), MOST_NOISE) ** 2 for more in found)
+            self.scattered += len(found) - 1
+
+
+def _weighed(
+    expected: Sequence[Known],
+    pairs: Mapping[tuple[int, int], _Told],
+    base: int,
+    level: float,
+) -> list[Known]:
+    """Options' logarithms of the least sum of squares, each divided by how far off it may be; that
+    of ``base`` is ``level``."""
+    near: list[list[tuple[int, _Told]]] = [[] for _ in expected]
+    for (option, other), told in pairs.items():
+        near[option].append((other, told))
+        near[other].append((option, _Told(-told.more, told.weight)))
+    logs = [one.log for one in expected]
+    logs[base] = level
+    weights = [0.0] * len(logs)
+    others = [option for option in range(len(logs)) if option != base]
+    for _ in range(SWEEPS):
+        for option in others:
+            at, off = expected[option]
+            far = (logs[option] - at) / off
+            own = weights[option] = (TAILS + 1) / (TAILS + far * far) / off**2
+            weight, total = own, own * at
+            for other, told in near[option]:
+                weight += told.weight
+                total += told.weight * (logs[other] + told.more)
+            logs[option] = total / weight
+    return [Known(log, off) for log, off in zip(logs, _offs(weights, near, base), strict=True)]
+
+
+def _offs(
+    weights: Sequence[float], near: Sequence[Sequence[tuple[int, _Told]]], base: int
+) -> list[float]:
+    """How far off each option may be: a comparison with ``base`` counts in full, one with another
+    as much as that one is known itself."""
+    direct = [
+        weight + sum(told.weight for other, told in some if other == base)
+        for weight, some in zip(weights, near, strict=True)
+    ]
+    return [
+        0.0
+        if option == base
+        else (
+            direct[option]
+            + sum(
+                1 / (1 / told.weight + 1 / direct[other])
+                for other, told in near[option]
+                if other != base
+            )
+        )
+        ** -0.5
+        for option in range(len(weights))
+    ]

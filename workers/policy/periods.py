@@ -4,18 +4,56 @@ The table holds what a step takes alone. In an engine the scheduler's own work c
 hides it, more of one or the other by batch and option: with one request a step takes about both
 together, with 64 about the longer of them. So the time from launch to launch is taken as it comes.
 
-The table alone decides nothing but what is tried first.
+Before an option was compared to what runs it is expected to take as much more or less than that one
+as the table says, of which most is taken to be hidden as far as the host adds so much.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from overstory.workers.policy.compared import Compared
+from overstory.workers.policy.compared import Compared, Known
 
-DOUBT = 30
-"""Thousandths of a step that one of an option that was not seen is expected to take longer."""
+DOUBT = 0.03
+"""Logarithm by which a step of an option that was not compared is taken to last longer than
+expected: it is not the best one before it was tried."""
+
+OFF = (0.02, 0.1)
+"""How far off (logarithm) the table may well be of two options: at least, and for each logarithm
+that lies between them there."""
+
+HIDDEN = (0.7, 0.3)
+"""Share of what the host may hide that is taken to be hidden (on an H200 0.6 to 1 with the built-in
+pair), and by which that may well be off."""
+
+ELSEWHERE = 0.5
+"""Share of what the table may be off by that two places may well differ by in it."""
+
+NOISE = 0.06
+"""Logarithm by which a comparison is taken to be off before there are enough to tell."""
+
+NOISE_WORTH = 4
+"""Comparisons that this is worth beside those that were made."""
+
+LEAST_NOISE = 0.004
+
+
+class _Place(NamedTuple):
+    """What is known of a place.
+
+    Attributes:
+        base: the option that others are relative to.
+        expected: by option, without any comparison.
+        alone: by option, by the comparisons made here.
+        counts: by option, comparisons that it was in.
+    """
+
+    base: int
+    expected: list[Known]
+    alone: list[Known]
+    counts: dict[int, int]
 
 
 class Periods:
@@ -31,85 +69,140 @@ class Periods:
         self._costs = [list(row) for row in costs]
         self._batches = batches
         self._times = [Compared() for _ in costs]
-        self._known: list[dict[int, int]] = [{} for _ in costs]
-        self._source = list(range(len(self._costs)))  # by place, the one whose times its row is of
+        self._places: list[_Place | None] = [None] * len(self._costs)
+        self._known: list[list[Known]] = [[] for _ in costs]
         self._rows: list[tuple[int, ...]] = [()] * len(self._costs)
         self._changed: set[int] = set()
         self._turn = 0
 
-    def add(self, place: int, option: int, expected_us: int, took_us: int) -> None:
-        """A step took so long from launch to launch where the table says ``expected_us``."""
-        self._times[place].add(option, math.log(took_us / expected_us))
-        self._costs[place][option] = expected_us
+    def add(self, place: int, option: int, costs: Sequence[int], took_us: int) -> None:
+        """A step of ``option`` took so long from launch to launch; ``costs`` by option are the
+        table's for its batch."""
+        self._times[place].add(option, math.log(took_us / costs[option]))
+        self._costs[place] = [*costs]
         self._changed.add(place)
 
     def seen(self, place: int, option: int) -> bool:
-        """Whether it is known what a step takes there; also where nothing is timed in this way."""
+        """Whether steps of an option were compared there, or it is what others are to be compared
+        to; also where nothing is timed in this way."""
+        here = self._places[place]
+        if here is None:
+            return not any(self._places)
+        return option in here.counts or option == here.base
+
+    def off(self, place: int, option: int) -> float:
+        """Logarithm by which what an option is taken to last may well be off; 0 where nothing is
+        known."""
         known = self._known[place]
-        return option in known or not any(self._known)
+        return known[option].off if known else 0.0
 
     def overheads(self) -> tuple[tuple[int, ...], ...] | None:
-        """[place][option] microseconds over the table; None before anything was seen.
-
-        An option that was not seen at its place gets the surplus of the seen one nearest in cost,
-        and a little more: it is not taken for the best before it was tried. Where that one took
-        less than the table says, a shorter one is taken to be shorter by the same factor: less by
-        as many microseconds, it would be left with none. A place without any is as the nearest one.
-        """
+        """[place][option] microseconds over the table; None before anything was seen."""
         self._turn = (self._turn + 1) % len(self._costs)
-        stale = {self._turn}
+        stale = {self._turn, *self._changed}
+        if any(self._places[place] is None for place in self._changed):
+            stale.update(range(len(self._costs)))  # there is another place to be like
         for place in self._changed:
-            stale |= self._renewed(place)
+            self._renew(place)
         self._changed.clear()
-        if not any(self._known):
+        if not any(self._places):
             return None
         for place in stale:
-            self._rows[place] = self._row(place, self._known[self._source[place]])
+            self._rows[place] = self._row(place)
         return tuple(self._rows)
 
-    def _renewed(self, place: int) -> set[int]:
-        """Takes over what was timed at a place; returns the places whose rows are stale by it.
+    def _renew(self, place: int) -> None:
+        """Takes over what was timed at a place."""
+        times = self._times[place]
+        base, level = times.base
+        expected = self._expected(place, base, level)
+        alone = times.known(expected, self._noise())
+        self._places[place] = _Place(base, expected, alone, times.counts())
 
-        One that follows another place's times is made anew when other options were timed there;
-        besides, each now and then.
+    def _expected(self, place: int, base: int, level: float) -> list[Known]:
+        """Of each option before any comparison, where ``base`` takes ``level``.
+
+        As much more as the table says, less what the host may well hide of it. Where ``base`` takes
+        less than the table says, so do the others, by the same factor: less by as many
+        microseconds, a short one would be left with none.
         """
-        before = self._known[place]
-        known = self._known[place] = self._surpluses(place)
-        if not known or before.keys() == known.keys():
-            return {place}
-        places = range(len(self._known))
-        if not before:
-            self._source = [_source(self._known, p, self._batches) for p in places]
-            return set(places)
-        return {p for p in places if self._source[p] == place}
-
-    def _surpluses(self, place: int) -> dict[int, int]:
         costs = self._costs[place]
-        return {
-            option: round(costs[option] * (math.exp(factor) - 1))
-            for option, factor in self._times[place].known().items()
-        }
-
-    def _row(self, place: int, known: dict[int, int]) -> tuple[int, ...]:
-        costs, row = self._costs[place], []
+        took = costs[base] * math.exp(level)
+        added = took - costs[base]
+        found = []
         for option, cost in enumerate(costs):
-            seen = known.get(option)
-            if seen is None:
-                near = min(known, key=lambda o: (abs(costs[o] - cost), o))
-                more, near_us = known[near], costs[near] + known[near]
-                seen = max(more, min(0, cost * near_us // costs[near] - cost))
-                seen += near_us * DOUBT // 1000
-            row.append(seen)
-        return tuple(row)
+            apart = cost - costs[base]
+            hidden = min(max(added, 0.0), abs(apart))
+            if added < 0:
+                expected = cost * math.exp(level)
+            else:
+                expected = took + apart - math.copysign(HIDDEN[0] * hidden, apart)
+            off = (
+                OFF[0] + OFF[1] * abs(math.log(cost / costs[base])) + HIDDEN[1] * hidden / expected
+            )
+            found.append(Known(math.log(expected / cost), 0.0 if option == base else off))
+        return found
 
+    def _row(self, place: int) -> tuple[int, ...]:
+        here, costs = self._places[place], self._costs[place]
+        source = self._source(place)
+        other = self._places[source]
+        if here is None:
+            assert other is not None, "something is known somewhere"
+            base = other.base
+            added = self._costs[source][base] * (math.exp(other.alone[base].log) - 1)
+            least = math.log(1 + added / costs[base]) if added > 0 else other.alone[base].log
+            here = _Place(base, self._expected(place, base, least), [], {})
+        alike = other if self._launch(source) == self._launch(place) else None
+        known = self._known[place] = self._together(place, here, alike)
+        told = {*here.counts, here.base, *(alike.counts if alike is not None else ())}
+        return tuple(
+            round(cost * (math.exp(log + (0 if option in told else DOUBT)) - 1))
+            for option, (cost, (log, _)) in enumerate(zip(costs, known, strict=True))
+        )
 
-def _source(known: Sequence[dict[int, int]], place: int, batches: int) -> int:
-    """The place of which anything is known that is most like ``place``: itself, then steps that
-    run in the same way, then the nearest batch, then one drawn alike; ``place`` if nothing is."""
+    def _together(self, place: int, here: _Place, other: _Place | None) -> list[Known]:
+        """What the comparisons at a place say, and those of ``other``, which is like it: by what
+        they differ from what was expected there."""
+        if other is None or not other.counts:
+            return here.alone or here.expected
+        shifts = [
+            known.log - expected.log
+            for known, expected in zip(other.alone, other.expected, strict=True)
+        ]
+        expected = []
+        for option, (log, off) in enumerate(here.expected):
+            if option == here.base or option not in other.counts:
+                expected.append(Known(log, off))
+                continue
+            apart = math.hypot(other.alone[option].off, other.alone[here.base].off)
+            near = math.hypot(apart, ELSEWHERE * off)
+            expected.append(Known(log + shifts[option] - shifts[here.base], min(near, off)))
+        if not here.counts:
+            return expected
+        return self._times[place].known(expected, self._noise())
 
-    def distance(other: int) -> tuple[bool, int, bool, int]:
-        apart = abs(other % batches - place % batches)
-        other_launch = other // (2 * batches) != place // (2 * batches)
-        return other_launch, apart, other // batches != place // batches, other
+    def _noise(self) -> float:
+        """Logarithm by which one comparison is off on this machine."""
+        total, count = NOISE_WORTH * NOISE**2, NOISE_WORTH
+        for times in self._times:
+            total, count = total + times.scatter, count + times.scattered
+        return max(LEAST_NOISE, math.sqrt(total / count))
 
-    return min((p for p, seen in enumerate(known) if seen), key=distance, default=place)
+    def _launch(self, place: int) -> int:
+        return place // (2 * self._batches)
+
+    def _source(self, place: int) -> int:
+        """The other place of which anything is known that is most like ``place``: steps that run
+        in the same way, then compared at all, then the nearest batch, then one drawn alike;
+        ``place`` if nothing is."""
+
+        def distance(other: int) -> tuple[bool, bool, int, bool, int]:
+            known, count = self._places[other], self._batches
+            apart = abs(other % count - place % count)
+            other_launch = self._launch(other) != self._launch(place)
+            bare = known is None or not known.counts
+            return other_launch, bare, apart, other // count != place // count, other
+
+        known = (p for p, seen in enumerate(self._places) if seen is not None and p != place)
+        return min(known, key=distance, default=place)

@@ -28,6 +28,7 @@ from overstory.workers.policy.choice import (
     places_of,
     rates,
 )
+from overstory.workers.policy.compared import BESIDE
 from overstory.workers.policy.cost_table import CostTable
 from overstory.workers.policy.evidence import WANTED, KindEvidence, Share, Walk
 from overstory.workers.policy.options import Options
@@ -49,6 +50,9 @@ ones cost next to nothing, and so many steps under old ones may be many seconds.
 
 VISIT_WORK_US = 400
 """What the host does for a visit on a machine of today: beliefs twice, steps that are timed."""
+
+STEADY = BESIDE + 2
+"""Steps that a batch must have been of its size for before something is tried."""
 
 SETTLED = 256
 """Observations of a kind of requests by which much is known of it."""
@@ -103,6 +107,8 @@ class Steering:
         self._retry = RETRY_STEPS[0]
         self._switched_off = 0
         self._probes = 0
+        self._quiet = 0.0  # steps until another option will have waited long enough
+        self.announced = False
         self._best_us = 1  # of a step of the best option, at the last batch
         self._version = 0
 
@@ -123,7 +129,8 @@ class Steering:
         """From one launch to the next, among others of the same option and ``shape``, it took so
         long where the table says ``expected_us``."""
         with self._lock:
-            self._periods.add(place_of(self._table, shape), option, expected_us, took_us)
+            costs = self._table.costs(shape.batch, shape.context, shape.sampled, shape.launch)
+            self._periods.add(place_of(self._table, shape), option, costs, took_us)
 
     def observe_step(self, option: int, expected_us: int, took_us: int) -> None:
         """A step took so long where the table says `expected_us`."""
@@ -137,6 +144,7 @@ class Steering:
         allowed: tuple[int, ...],
         before: int,
         period: int = REST,
+        steady: int = STEADY,
     ) -> Beliefs:
         """Beliefs for the steps to come.
 
@@ -148,6 +156,7 @@ class Steering:
                 to be better by a little: what runs is what others are compared to.
             period: steps that beliefs are in force at least, and several times it where nothing is
                 to be tried or found out before: they cost the host more than steps under them.
+            steady: steps that the batch has been of this size for.
         """
         with self._lock:
             for kind in self._kinds:
@@ -162,10 +171,11 @@ class Steering:
                 self._times.factors(),
                 self._drafter,
             )
-            probe = self._probe(steps, believed, shape, allowed, before)
-            calm = self._drafter == ON and probe == NO_PROBE and self._all_known(shape)
+            probe = self._probe(steps, believed, shape, allowed, before, period, steady)
+            trying = probe != NO_PROBE or self.announced
+            calm = self._drafter == ON and not trying and self._all_known(shape)
             most = min(HOLDS, HOLDS_US // (period * self._best_us))
-            holds = int(min(most, self._visits.quiet_for() // period)) if calm else 1
+            holds = int(min(most, self._quiet // period)) if calm else 1
             return replace(believed, probe=probe, holds=max(1, holds))
 
     def report(self) -> dict[str, Any]:
@@ -191,9 +201,22 @@ class Steering:
             }
 
     def _probe(
-        self, steps: int, beliefs: Beliefs, shape: Shape, allowed: tuple[int, ...], before: int
+        self,
+        steps: int,
+        beliefs: Beliefs,
+        shape: Shape,
+        allowed: tuple[int, ...],
+        before: int,
+        period: int,
+        steady: int,
     ) -> int:
-        """What the next steps are to try, if something has waited long enough for its price."""
+        """What the next steps are to try, if something has waited long enough for its price.
+
+        A visit is `announced` with the beliefs before it, so that the steps right before it are
+        timed, and no others: that costs the host something at each. Where the batch has just
+        changed, as at the end of texts, it waits: its steps could not be compared.
+        """
+        announced, self.announced = self.announced, False
         if self._drafter != ON or not any(shape.drafting):
             return NO_PROBE
         place = place_of(self._table, shape)
@@ -212,12 +235,22 @@ class Steering:
             slower = every[option].cost_us / good.cost_us
             share = every[option].tokens / good.tokens / slower
             work = VISIT_WORK_US / good.cost_us
-            prices[option] = Price(share, PROBE_RUN * slower, known[best] and known[option], work)
-        option_due = self._visits.due(place, best, prices)
-        if option_due is None:
+            prices[option] = Price(
+                share,
+                PROBE_RUN * slower,
+                known[best] and known[option],
+                work,
+                self._periods.off(place, option),
+            )
+        self._quiet = self._visits.look(place, best, prices)
+        tried = self._visits.due(place) if announced and steady >= STEADY else None
+        if tried is None:
+            self.announced = self._quiet <= period
             return NO_PROBE
+        self._quiet = self._visits.look(place, best, prices)
+        self.announced = self._quiet <= period
         self._probes += 1
-        return 1 + option_due
+        return 1 + tried
 
     def settled(self, shape: Shape) -> bool:
         """Whether much is known of the kinds of requests at hand, so that few of their walks need

@@ -3,6 +3,7 @@ Rank 0's own; pure, its clock is the count of decode steps."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -32,6 +33,13 @@ DEAR = 4.0
 """Steps of the best option that a visit may lose to be repeated while it is young."""
 
 
+SURE = 2.0
+"""Times as far off as a share may well be, it is not."""
+
+BOLD = 4.0
+"""How many times as often as its price allows an option is tried that may well be the best one."""
+
+
 @dataclass(frozen=True)
 class Price:
     """What trying an option is believed to cost.
@@ -41,12 +49,14 @@ class Price:
         steps: time of a visit, in steps of the best one.
         known: whether a visit has told what it takes.
         work: what the host does for a visit, in steps of the best one.
+        off: logarithm by which the share may well be off.
     """
 
     share: float
     steps: float
     known: bool = True
     work: float = 0.0
+    off: float = 0.0
 
 
 def interval(price: Price, visits: int) -> float:
@@ -60,7 +70,8 @@ def interval(price: Price, visits: int) -> float:
         return min(STEPS[0] / 2 * 2.0**doublings, STEPS[1])
     lost = max(0.0, 1 - price.share) * price.steps
     young = visits < YOUNG and (not visits or (price.share >= HOPELESS and lost <= DEAR))
-    cost = lost if young else lost + price.work
+    hopeful = price.share * math.exp(SURE * price.off) >= 1
+    cost = (lost / BOLD if hopeful else lost) + (0.0 if young else price.work)
     full = min(max(cost * 1000 / LOSS, STEPS[0]), STEPS[1])
     return max(STEPS[0] / 2, full * visits / YOUNG) if young else full
 
@@ -76,16 +87,17 @@ class Visits:
         self._since = [[STEPS[1]] * options for _ in range(places)]
         self._rest = [0] * places
         self._visits = [[0] * options for _ in range(places)]
-        self._next = 0.0
+        self._waited: dict[int, float] = {}
+        self._quiet = 0.0
 
     def pass_steps(self, place: int, steps: int) -> None:
         """So many decode steps went by at a place."""
         self._rest[place] += steps
         self._since[place] = [since + steps for since in self._since[place]]
 
-    def due(self, place: int, best: int, prices: Mapping[int, Price]) -> int | None:
-        """The option that waited longest for its price, if any has waited long enough; it counts as
-        tried.
+    def look(self, place: int, best: int, prices: Mapping[int, Price]) -> float:
+        """Steps until an option will have waited long enough for its price; none or less where one
+        has.
 
         Args:
             best: the option that runs, which needs no visit.
@@ -94,18 +106,18 @@ class Visits:
         since, visits = self._since[place], self._visits[place]
         since[best] = 0
         waits = {o: interval(price, visits[o]) for o, price in prices.items() if o != best}
-        waited = {o: since[o] / steps for o, steps in waits.items()}
-        self._next = min((steps - since[o] for o, steps in waits.items()), default=STEPS[1])
-        if not waited or self._rest[place] < REST:
-            return None
-        first = max(waited, key=lambda option: (waited[option], option))
-        if waited[first] < 1:
-            return None
-        since[first] = self._rest[place] = 0
-        visits[first] += 1
-        return first
+        self._waited = {o: since[o] / steps for o, steps in waits.items()}
+        quiet = min((steps - since[o] for o, steps in waits.items()), default=STEPS[1])
+        self._quiet = max(quiet, REST - self._rest[place])
+        return self._quiet
 
-    def quiet_for(self) -> float:
-        """Steps until another option will have waited long enough, by the last prices; none or less
-        where one has."""
-        return self._next
+    def due(self, place: int) -> int | None:
+        """The option that waited longest, if any has waited long enough by the last `look`; it
+        counts as tried."""
+        if self._quiet > 0 or not self._waited:
+            return None
+        waited = self._waited
+        first = max(waited, key=lambda option: (waited[option], option))
+        self._since[place][first] = self._rest[place] = 0
+        self._visits[place][first] += 1
+        return first
