@@ -222,6 +222,21 @@ def pairs(every: dict[str, dict[str, Any]]) -> None:
             if "ran" in row:
                 steps = ", ".join(f"{n} {ms:.3f}" for n, ms in row["ms_per_step"].items())
                 print(f"   ms per step: {steps}; auto's steps: {row['ran']}")
+            if "rule" in row:
+                told = ", ".join(
+                    f"{name} {one['tokens']:.2f} in {one['us']} us (off {one['off']:.3f}, "
+                    f"{one['compared']} compared)"
+                    for name, one in row["rule"].get("options", {}).items()
+                )
+                print(f"   believed at {row['rule'].get('batch')} requests: {told}")
+                print(f"   noise {row['rule'].get('noise')}, {row['machine']}")
+
+
+def stages(every: dict[str, dict[str, Any]]) -> None:
+    """Of each policy's step: milliseconds on the device, idle before the next, and of its parts."""
+    for role, report in every.items():
+        for name, row in report.get("stages", {}).items():
+            print(f"== {role} {name}: {json.dumps(row)}")
 
 
 def main() -> None:
@@ -244,6 +259,7 @@ def main() -> None:
     nodes(every)
     speeds(every)
     pairs(every)
+    stages(every)
     host_times(every)
     for role, report in every.items():
         for step in ("steps", "steps_after"):

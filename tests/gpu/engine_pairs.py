@@ -20,6 +20,9 @@ from typing import Any, NamedTuple
 FIXED = tuple(os.environ.get("ENGINE_SESSION_RIVALS", "chain tree-15 tree-31 tree-63").split())
 """From these the best two of each shape are taken."""
 
+TIMED_KEPT = 2000
+"""Most timed steps of a shape that are kept."""
+
 RIVALS = 2
 CHOOSING_ROUNDS = 5
 ROUNDS = 60
@@ -65,13 +68,15 @@ def measure(
     fixed: Sequence[str] = FIXED,
     shapes: Sequence[Shape] = SHAPES,
     clock: Callable[[], float] = time.time,
+    about: Callable[[], dict[str, Any]] = dict,
 ) -> list[dict[str, Any]]:
     """Runs all shapes, each for its share of the time until ``until`` (of ``clock``).
 
     Returns:
         of each shape ``requests``, ``T``, ``fixed`` (tokens/s by which rivals were chosen),
         ``rounds`` (tokens/s by policy), ``ms_per_step`` by policy (median) and ``ran``, the steps
-        of `auto` in the rounds by what they ran. Handed to ``put`` after each shape too.
+        of `auto` in the rounds by what they ran, and what ``about`` tells when the shape is
+        over. Handed to ``put`` after each shape too.
     """
     found: list[dict[str, Any]] = []
     for number, shape in enumerate(shapes):
@@ -103,6 +108,7 @@ def measure(
                     for policy, some in texts.items()
                 },
                 "ran": dict(ran),
+                **about(),
             }
         )
         put(found)
@@ -158,6 +164,46 @@ def speed_of(
         return Text(rate["tokens_per_s"], rate["ms_per_forward"], forwards() - before)
 
     return speed
+
+
+class Watch:
+    """What tells a wrong choice from the rule's cost and from noise: `about` of `measure`.
+
+    `rule`: what the rule believes at the end of the shape. `timed`: of the steps that it timed
+    meanwhile (option, requests, microseconds). `machine`: CPU seconds, as `machine_noise` has them.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._chooser = engine.scheduler.draft_worker.chooser
+        steering = self._chooser._auto.steering
+        self._timed: list[tuple[int, int, int]] = []
+        given = steering.observe_period
+
+        def observe(option: int, shape: Any, expected_us: int, took_us: int) -> None:
+            self._timed.append((option, shape.batch, took_us))
+            given(option, shape, expected_us, took_us)
+
+        steering.observe_period = observe
+        self._machine = self._now()
+
+    def about(self) -> dict[str, Any]:
+        before, self._machine = self._machine, self._now()
+        timed, self._timed[:] = [*self._timed], []
+        names = ("wall_s", "own_cpu_s", "other_cpu_s", "steal_s")
+        spent = (b - a for a, b in zip(before, self._machine, strict=True))
+        report = self._chooser.report()
+        return {
+            "rule": {"probes": report["probes"], **(report["believed"] or {})},
+            "timed": timed[-TIMED_KEPT:],
+            "machine": dict(zip(names, spent, strict=True)),
+        }
+
+    @staticmethod
+    def _now() -> tuple[float, float, float, float]:
+        from machine_noise import machine_seconds
+
+        own, (busy, steal) = time.process_time(), machine_seconds()
+        return time.perf_counter(), own, busy - own, steal
 
 
 class Compared(NamedTuple):

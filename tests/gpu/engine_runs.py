@@ -4,7 +4,8 @@
 
 Writes OUT/ROLE.json. All roles say their texts side by side; then `ours`, `stock` and `dflash` are
 timed in turn (`engine_bench.py`), then long contexts, profiles and the rest, one at a time. `pairs`
-compares `auto` to fixed policies and leases to none (`engine_pairs.py`), `host` says where the
+compares `auto` to fixed policies and leases to none (`engine_pairs.py`), `stages` says where the
+device's time goes by its own clock (OVERSTORY_DEVICE_TIMES), `host` says where the
 host's time of a step goes (`engine_host.py`); they say no texts. When all has to end by is in
 ENGINE_SESSION_UNTIL, seconds since the epoch.
 """
@@ -38,8 +39,11 @@ AFTER_S = 50 if SAYS else 30
 """Seconds kept for what comes after the speeds."""
 
 
-LEASES_S = 20
-"""Seconds of them that `pairs` keeps for leases."""
+LEASES_S = int(os.environ.get("ENGINE_SESSION_LEASES", "20"))
+"""Seconds that `pairs` keeps for leases; a pair of texts takes a fifth of one."""
+
+STAGES_S = 30
+"""Seconds of them that `stages` may hold `pairs` up for."""
 
 
 class Report:
@@ -193,7 +197,7 @@ def build(role: str, out: Path) -> Any:
     from engine_bench import SIZES
 
     fields = common(port, SIZES if role in RINGED else (1, 8))
-    if role in ("pairs", "host"):
+    if role in ("pairs", "host", "stages"):
         import engine_pairs
 
         fields = common(port, sorted({shape.requests for shape in engine_pairs.SHAPES}))
@@ -211,7 +215,7 @@ def build(role: str, out: Path) -> Any:
     if role.startswith("fp32"):
         fields |= {"dtype": "float32"}
     name = name_of(role)
-    if name in ("ours", "pairs", "host"):
+    if name in ("ours", "pairs", "host", "stages"):
         return CudaEngine(pair[0], **fields, **ddtree(pair[1], attention_backend="overstory"))
     if name == "triton":
         own = ddtree(pair[1], attention_backend="triton", **graphs_off)
@@ -671,6 +675,8 @@ def _stop(scheduler: Any, tracer: Any) -> None:
 
 def main() -> None:
     role, out, roles = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+    if role == "stages":
+        os.environ["OVERSTORY_DEVICE_TIMES"] = "1"
     report, begun = Report(role, out), time.monotonic()
     with saying(out):
         try:
@@ -682,7 +688,7 @@ def main() -> None:
             report.put("failed", ["build"])
             os._exit(1)
         report.put("start_seconds", time.monotonic() - begun)
-        if not role.startswith(("long", "pairs", "host")):
+        if not role.startswith(("long", "pairs", "host", "stages")):
             say(engine, role, report)
     if not role.startswith("fp32"):
         report.put("texts_over", wait_for_texts(out, UNTIL - 110))
@@ -694,8 +700,13 @@ def main() -> None:
             report.attempt(
                 "long_times", lambda: time_long(engine, lambda rows: report.put("long", rows))
             )
+    if role == "stages":
+        with alone(out):
+            stage_times(engine, report)
     if role == "pairs":
         wait_for_bench(out, [other for other in roles if other in RINGED])
+        if "stages" in roles:
+            wait_for_role(out, "stages", time.time() + STAGES_S)
         with alone(out):
             in_pairs(engine, report)
     if role == "host":
@@ -766,13 +777,14 @@ def in_pairs(engine: Any, report: Report) -> None:
     with quiet_and_watched(noise):
         speed = engine_pairs.speed_of(engine, prompts, under)
         until = UNTIL - LEASES_S
+        watch = engine_pairs.Watch(engine)
         measured = lambda: engine_pairs.measure(  # noqa: E731
-            speed, until, lambda rows: report.put("pairs", rows)
+            speed, until, lambda rows: report.put("pairs", rows), about=watch.about
         )
         report.attempt("pairs", measured)
     report.put("noise", noise)
     report.attempt(
-        "leases", lambda: engine_bench.leases(engine, prompts(1)[0], under, UNTIL - 2, 60)
+        "leases", lambda: engine_bench.leases(engine, prompts(1)[0], under, UNTIL - 2, 1000)
     )
     report.attempt("auto", lambda: engine.scheduler.draft_worker.chooser.report())
     report.attempt("steps_after", lambda: say_steps(engine))
@@ -790,6 +802,65 @@ def host_time(engine: Any, report: Report) -> None:
         report.attempt(
             "host_profiles", lambda: engine_host.profiles(engine, prompts, under, UNTIL - 8)
         )
+
+
+def stage_times(engine: Any, report: Report) -> None:
+    """Where the time of each policy's step goes, by the device's clock; of steps in parts (asked
+    for by log-probabilities) also their launches by stage."""
+    import engine_bench
+    from engine_cuda import timed
+    from machine_noise import quiet_and_watched
+
+    from overstory.workers.step_stats import STATS
+
+    engine.flush_cache()
+    engine.at_boundary(engine_bench.learn_costs)
+    rows: dict[str, dict[str, Any]] = {}
+    with quiet_and_watched({}):
+        for count in (1, 8):
+            for policy in (*POLICIES, "tree-63", "auto"):
+                with under(policy):
+                    timed(engine, prompts(count), GREEDY)
+                    before = STATS.snapshot()["verify"]
+                    timed(engine, prompts(count), GREEDY | {"max_new_tokens": 256})
+                    after = STATS.snapshot()["verify"]
+                rows[f"{policy}, {count} requests"] = stages_of(before, after)
+                report.put("stages", rows)
+        for policy in POLICIES:
+            with under(policy):
+                engine.texts(prompts(1), GREEDY, return_logprob=True)
+                before = STATS.snapshot()["verify"]
+                engine.texts(prompts(1), GREEDY, return_logprob=True)
+                after = STATS.snapshot()["verify"]
+            rows[f"{policy}, 1 request, in parts"] = stages_of(before, after)
+            report.put("stages", rows)
+
+
+def stages_of(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Of the steps between two snapshots, all policies together: how many, and microseconds of one
+    on the device, idle until the next one, and of the host's stages."""
+    sums: dict[str, float] = {}
+    for policy, row in after.items():
+        old = before.get(policy, {})
+        counts = {name: row[name] - old.get(name, 0) for name in ("forwards", "idle_gaps")}
+        spent = {name: row[name] - old.get(name, 0) for name in ("device_ns", "idle_ns")}
+        stages = old.get("stage_ns", {})
+        spent |= {name: ns - stages.get(name, 0) for name, ns in row["stage_ns"].items()}
+        for name, value in {**counts, **spent}.items():
+            sums[name] = sums.get(name, 0) + value
+    steps, gaps = sums.pop("forwards"), sums.pop("idle_gaps")
+    idle = sums.pop("idle_ns") / 1e3 / gaps if gaps else None
+    return {
+        "steps": steps,
+        "idle_us": idle,
+        **{f"{name.removesuffix('_ns')}_us": ns / 1e3 / max(steps, 1) for name, ns in sums.items()},
+    }
+
+
+def wait_for_role(out: Path, role: str, until: float) -> None:
+    """Until a role has ended, or time is up."""
+    while time.time() < until and not (out / f"{role}.done").exists():
+        time.sleep(0.1)
 
 
 def wait_for_bench(out: Path, ringed: list[str]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def _machine() -> tuple[float, float]:
+def machine_seconds() -> tuple[float, float]:
     """CPU seconds of the whole machine: in use, and taken by its host for others (steal)."""
     fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     user, nice, system, _idle, _wait, irq, softirq, steal = (int(field) for field in fields[:8])
@@ -25,12 +25,12 @@ def quiet_and_watched(found: dict[str, float]) -> Iterator[None]:
     gc.collect()
     gc.freeze()
     gc.disable()
-    wall, own, (busy, steal) = time.perf_counter(), time.process_time(), _machine()
+    wall, own, (busy, steal) = time.perf_counter(), time.process_time(), machine_seconds()
     try:
         yield
     finally:
         mine = time.process_time() - own
-        busy_after, steal_after = _machine()
+        busy_after, steal_after = machine_seconds()
         found |= {
             "wall_s": time.perf_counter() - wall,
             "own_cpu_s": mine,

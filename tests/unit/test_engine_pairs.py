@@ -6,13 +6,19 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 
-from engine_pairs import ROUNDS, Shape, Text, against, compared, measure
+from engine_pairs import ROUNDS, Shape, Text, Watch, against, compared, measure
+from engine_runs import stages_of
+from policy_world import NUMBERS, OPTIONS, table_of
+
+from overstory.workers.policy.choice import Shape as PolicyShape
+from overstory.workers.policy.chooser import StepChooser
 
 RATES = {"auto": 970.0, "tree-15": 1000.0, "tree-31": 995.0, "chain": 700.0}
 SHAPE = Shape(1, 0.0, 100)
@@ -89,3 +95,48 @@ def test_the_interval_holds_the_median_nineteen_times_in_twenty() -> None:
         low, high = compared([dice.gauss(1, 0.1) for _ in range(45)]).interval
         held += low <= 1 <= high
     assert 0.93 < held / 400 < 0.99
+
+
+def test_what_the_rule_believed_and_timed_is_told_shape_by_shape() -> None:
+    """Of a chooser that ran: what was timed since the shape before, and what it believes now."""
+    group: Any = SimpleNamespace(decides=True, host_ints=lambda values: values)
+    chooser = StepChooser(OPTIONS, group, host_waits=False)
+    chooser.start(table_of(), 0.0)
+    auto = chooser._auto
+    assert auto is not None
+    assert auto.steering is not None
+    engine = SimpleNamespace(
+        scheduler=SimpleNamespace(draft_worker=SimpleNamespace(chooser=chooser))
+    )
+    watch, now = Watch(engine), PolicyShape((1, 0), 0, 256)
+    assert watch.about()["rule"] == {"probes": 0}, "nothing was judged"
+    for took in (21_000, 22_000, 23_000):
+        auto.steering.observe_period(1, now, 22_000, took)
+    auto.steering.next_beliefs(16, now, NUMBERS, 0)
+    told = watch.about()
+    assert told["timed"] == [(1, 1, 21_000), (1, 1, 22_000), (1, 1, 23_000)]
+    assert told["rule"]["batch"] == 1
+    assert list(told["rule"]["options"]) == list(OPTIONS.names)
+    assert told["rule"]["options"]["chain"]["us"] == pytest.approx(21_000, rel=0.05)
+    assert told["machine"]["wall_s"] >= 0 <= told["machine"]["own_cpu_s"]
+    assert watch.about()["timed"] == []
+
+
+def test_stages_of_the_steps_between_two_snapshots() -> None:
+    old = {"forwards": 2, "idle_gaps": 1, "device_ns": 900, "idle_ns": 50, "stage_ns": {"step": 7}}
+    new = {
+        "forwards": 6,
+        "idle_gaps": 3,
+        "device_ns": 4900,
+        "idle_ns": 4050,
+        "stage_ns": {"step": 4007, "verify": 8000},
+    }
+    other = {"forwards": 0, "idle_gaps": 0, "device_ns": 0, "idle_ns": 0, "stage_ns": {}}
+    told = stages_of({"chain": old}, {"chain": new, "plain": other})
+    assert told == {
+        "steps": 4,
+        "idle_us": 2.0,
+        "device_us": 1.0,
+        "step_us": 1.0,
+        "verify_us": 2.0,
+    }

@@ -96,6 +96,17 @@ class Periods:
         known = self._known[place]
         return known[option].off if known else 0.0
 
+    def compared(self, place: int) -> dict[int, int]:
+        """By option that was compared at a place, comparisons that it was in."""
+        return self._times[place].counts()
+
+    def noise(self) -> float:
+        """Logarithm by which one comparison is off on this machine."""
+        total, count = NOISE_WORTH * NOISE**2, NOISE_WORTH
+        for times in self._times:
+            total, count = total + times.scatter, count + times.scattered
+        return max(LEAST_NOISE, math.sqrt(total / count))
+
     def overheads(self) -> tuple[tuple[int, ...], ...] | None:
         """[place][option] microseconds over the table; None before anything was seen."""
         self._turn = (self._turn + 1) % len(self._costs)
@@ -116,7 +127,7 @@ class Periods:
         times = self._times[place]
         base, level = times.base
         expected = self._expected(place, base, level)
-        alone = times.known(expected, self._noise())
+        alone = times.known(expected, self.noise())
         self._places[place] = _Place(base, expected, alone, times.counts())
 
     def _expected(self, place: int, base: int, level: float) -> list[Known]:
@@ -180,14 +191,7 @@ class Periods:
             expected.append(Known(log + shifts[option] - shifts[here.base], min(near, off)))
         if not here.counts:
             return expected
-        return self._times[place].known(expected, self._noise())
-
-    def _noise(self) -> float:
-        """Logarithm by which one comparison is off on this machine."""
-        total, count = NOISE_WORTH * NOISE**2, NOISE_WORTH
-        for times in self._times:
-            total, count = total + times.scatter, count + times.scattered
-        return max(LEAST_NOISE, math.sqrt(total / count))
+        return self._times[place].known(expected, self.noise())
 
     def _launch(self, place: int) -> int:
         return place // (2 * self._batches)

@@ -21,6 +21,7 @@ from overstory.workers.policy.beliefs import (
 )
 from overstory.workers.policy.choice import (
     PROBE_RUN,
+    Rate,
     Shape,
     affordable,
     best_of,
@@ -109,6 +110,7 @@ class Steering:
         self._probes = 0
         self._quiet = 0.0  # steps until another option will have waited long enough
         self.announced = False
+        self._judged: tuple[int, int, list[Rate]] | None = None  # batch and place of the last rates
         self._best_us = 1  # of a step of the best option, at the last batch
         self._version = 0
 
@@ -182,7 +184,7 @@ class Steering:
         """For status, JSON-able: `drafter` (on, off, trial), `first_accepted`, `floor`,
         `switched_off` (how often), `probes`, `factors` by option, `overhead_us` by kind
         (sampled: any of the batch; of steps in parts apart, where others are one graph), batch and
-        option, `greedy` and `sampled` as `KindEvidence.report`."""
+        option, `greedy` and `sampled` as `KindEvidence.report`, `believed` as `_told_beliefs`."""
         with self._lock:
             greedy, sampled = (kind.report() for kind in self._kinds)
             return {
@@ -198,6 +200,7 @@ class Steering:
                 "overhead_us": self._told_overheads(),
                 "greedy": greedy,
                 "sampled": sampled,
+                "believed": self._told_beliefs(),
             }
 
     def _probe(
@@ -222,6 +225,7 @@ class Steering:
         place = place_of(self._table, shape)
         self._visits.pass_steps(place, steps)
         every = rates(self._table, beliefs, shape)
+        self._judged = shape.batch, place, every
         best = best_of(every, allowed, before)
         good = every[best]
         self._best_us = good.cost_us
@@ -290,6 +294,28 @@ class Steering:
                 "drafter in use again: %.1f%% of its first tokens are accepted",
                 100 * self._first.mean,
             )
+
+    def _told_beliefs(self) -> dict[str, Any] | None:
+        """Of the last batch that was judged: its size, by option the tokens of a step, the
+        microseconds, by which share these may well be off and how often they were compared; the
+        share by which one comparison is off."""
+        if self._judged is None:
+            return None
+        batch, place, every = self._judged
+        counts = self._periods.compared(place)
+        return {
+            "batch": batch,
+            "noise": round(self._periods.noise(), 4),
+            "options": {
+                name: {
+                    "tokens": round(rate.tokens / ONE, 3),
+                    "us": rate.cost_us,
+                    "off": round(self._periods.off(place, option), 4),
+                    "compared": counts.get(option, 0),
+                }
+                for option, (name, rate) in enumerate(zip(self._options.names, every, strict=True))
+            },
+        }
 
     def _told_overheads(self) -> dict[str, dict[str, dict[str, int]]]:
         rows, count = self._overhead_us(), len(self._table.batches)
