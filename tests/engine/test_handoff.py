@@ -383,6 +383,7 @@ def test_a_giver_that_stops_in_the_middle_holds_nobody_up(
                 stood_s += report["stood"]
             stood_s += running.step(20)
             here.at_boundary(audit)
+            assert here.at_boundary(led, 1)[0] == 1, "no rows are moved, its controller leads on"
         if over == "its time":
             assert all(here.at_boundary(arrived, move.name, NOTICED_S))
         order = move.order() | {"texts": [], "give_up": over == "given up"}

@@ -75,4 +75,4 @@ def test_no_rows_move_while_some_are_handed_over(tmp_path, monkeypatch):
     host = RankHost(0, "cpu", note_folder=str(tmp_path))
     host._view, host._notes = View(), NOTHING_NOTED
     host._begin_lease(Lease(1, 1, 4, "plain", (Command("relocate", {"plan": None}, ticket="t"),)))
-    assert "handed over to another replica (2 at present)" in host._command_results["t"]["refused"]
+    assert "handed over between replicas (2 at present)" in host._command_results["t"]["refused"]

@@ -55,7 +55,7 @@ def _none_held() -> int:
 
 
 def register(table: CommandTable, held: Callable[[], int]) -> None:
-    """Adds both commands; `held` counts hand-offs of KV that this rank gives to at present."""
+    """Adds both commands; `held` counts hand-offs of KV that this rank has a part in."""
     table.register("slot_picture", slot_picture)
     table.register("relocate", functools.partial(relocate, held=held))
 
@@ -94,9 +94,9 @@ def relocate(
 ) -> dict[str, Any]:
     """Carries out `plan`, on every rank alike: what may differ between ranks is not looked at here.
 
-    Nothing moves while KV is held for another replica: a thread reads those rows by the slot
-    numbers that they had when they were held, between boundaries, so no pass can rewrite them. KV
-    is held and let go at boundaries, so that all ranks refuse alike.
+    Nothing moves while KV goes to another replica or comes from one: a thread reads or writes those
+    rows by the slot numbers that they had when they were held or reserved, between boundaries, so
+    no pass can rewrite them. That begins and ends at boundaries, so that all ranks refuse alike.
 
     A plan is judged here and not when it is granted: the lease that brings it may be granted anew,
     by a controller that had to attach again and has another epoch now.
@@ -111,7 +111,7 @@ def relocate(
     if given := held():
         return {
             **answer,
-            "refused": f"KV is being handed over to another replica ({given} at present): its rows "
+            "refused": f"KV is being handed over between replicas ({given} at present): its rows "
             "must stay where they are. Try again in some seconds",
         }
     from overstory.workers.defrag.relocate import CannotRelocate
