@@ -18,6 +18,7 @@ import torch
 
 from overstory.workers.collectives import CollectiveError
 from overstory.workers.commands import CommandContext
+from overstory.workers.defrag.relocate import pool_buffers
 from overstory.workers.environment import prepare_process
 from overstory.workers.handoff.commands import KvHandoff
 from overstory.workers.handoff.peers import Giver, Peers
@@ -64,6 +65,25 @@ def command(scheduler: Any, name: str, arguments: dict[str, Any]) -> dict[str, A
     act = {"kv_hold": _HANDOFF.hold, "kv_take": _HANDOFF.take, "kv_let_go": _HANDOFF.let_go}
     with torch.inference_mode():
         return act[name](_context(scheduler), arguments)
+
+
+def rehearse(scheduler: Any) -> tuple[bool, int]:
+    """Whether KV is as before, and how many rows were copied out and in."""
+    _context(scheduler)
+    table, copied = _HANDOFF._rows(scheduler), 0
+    before = [buffer.clone() for buffer in pool_buffers(scheduler)]
+    mover = table._mover
+
+    def counted(slots: torch.Tensor, taking_out: bool) -> Any:
+        nonlocal copied
+        copied += len(slots)
+        return mover(slots, taking_out)
+
+    table._mover = counted  # type: ignore[method-assign]
+    _HANDOFF.rehearse(scheduler)
+    del table._mover
+    after = pool_buffers(scheduler)
+    return all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), copied
 
 
 def offer(scheduler: Any, name: str) -> bytes:

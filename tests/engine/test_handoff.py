@@ -27,6 +27,7 @@ from handoff_support import (
     open_peer,
     outgoing,
     pid,
+    rehearse,
     take_all,
     threads,
 )
@@ -209,8 +210,11 @@ def here(
 
 
 Replica = Callable[[], OtherReplica]
+AT_TP_2_TOO = pytest.mark.parametrize("tp_size", [1, 2], indirect=True, scope="module")
+"""In every run, not only in those of all tests."""
 
 
+@AT_TP_2_TOO
 def test_what_moves_is_found_in_the_cache(here: EngineHarness, replica: Replica) -> None:
     """Two that begin alike and one of its own, in parts of some rows each."""
     there = replica()
@@ -245,6 +249,14 @@ def test_what_is_there_already_is_not_taken(here: EngineHarness, replica: Replic
     assert report["cached"] == [len(move.texts[0]) - 1]
     move.end()
     assert move.resume() == report["cached"]
+
+
+def test_a_rehearsal_changes_nothing(here: EngineHarness) -> None:
+    """What a rank does at its start, so that its first hand-off finds all kernels loaded."""
+    here.generate([PROMPTS[0]], {"temperature": 0.0, "max_new_tokens": 1})
+    assert here.at_boundary(rehearse)[0] == (True, 2)
+    here.at_boundary(audit)
+    here.assert_no_leak()
 
 
 def test_a_full_pool_takes_nothing_and_harms_nobody(here: EngineHarness, replica: Replica) -> None:
@@ -300,6 +312,7 @@ def test_an_error_of_one_rank_is_a_vote_against(
     assert move.resume() == [0]
 
 
+@AT_TP_2_TOO
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_giving_rank_that_is_killed_in_the_middle(
     here: EngineHarness, replica: Replica, tp_size: int, rank: int

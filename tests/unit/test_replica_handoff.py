@@ -18,8 +18,12 @@ from overstory.orchestrator import departures, replica, replica_handoff
 from overstory.orchestrator.handoff import NotMoved, Text
 from overstory.orchestrator.journal import GenerateCall
 from overstory.orchestrator.replica_handoff import ReplicaHandOff
+from overstory.orchestrator.replica_setup import policy_environment
 from overstory.orchestrator.sampling import Sampling
+from overstory.orchestrator.spec import parse_spec
+from overstory.workers.handoff.rank_side import HAND_OFF_VARIABLE
 
+PAIR = {"model": "overstory-tiny", "drafter": "overstory-tiny-drafter"}
 SAMPLING = Sampling(seed=0, max_new_tokens=5)
 
 
@@ -205,3 +209,17 @@ def test_who_left_is_told_with_what_it_generated(
 
     asyncio.run(consume())
     assert told == left
+
+
+@pytest.mark.parametrize(
+    ("control", "told"),
+    [
+        ({}, False),
+        ({"kv_hand_off": "on"}, True),
+        ({"weights_from_peer": "on"}, True),
+        ({"kv_hand_off": "auto", "weights_from_peer": "auto"}, False),  # on a CPU
+    ],
+)
+def test_ranks_are_told_to_be_ready_for_hand_offs(control: dict[str, str], told: bool) -> None:
+    spec = parse_spec(PAIR | {"control": control})
+    assert (HAND_OFF_VARIABLE in policy_environment(spec)) == told

@@ -3,6 +3,7 @@ scripted Ray."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
@@ -84,6 +85,11 @@ def test_rank_meets_rank_and_nothing_stays(
         assert taken.bytes == 7
         assert torch.equal(came, given + number)
         taker.close(name)
+    for rank in (*there.takers, *there.givers.values()):
+        (meeting,) = rank.meetings()
+        assert meeting["name"] == name
+        assert abs(meeting["at"] - time.time()) < 60
+        assert 0 <= meeting["met_s"] < 60
     donor.part()
     donor.part()
     for giver in there.givers.values():
