@@ -130,9 +130,9 @@ class HostRank(Rank):
         rows = tier_rows(limits.max_rows, limits.block_size)
         worker._tiers = GraphTiers(worker.model_runner, dict.fromkeys(rows))
         graphs = StepGraphs.__new__(StepGraphs)
-        graphs._worker, graphs._sizes = worker, sizes
+        graphs._worker, graphs._sizes, graphs._speculate = worker, sizes, []
         graphs._inputs = StepInputs(sizes[-1], "cpu")
-        graphs._steps, graphs._kept = MadeUpSteps(graphs, limits.block_size), {}
+        graphs._steps, graphs._landings = MadeUpSteps(graphs, limits.block_size), {}
         worker._step_graphs, worker.timed = graphs, False
         worker.chooser.captured(worker._tiers.tier)
         worker.chooser._host_waits = False

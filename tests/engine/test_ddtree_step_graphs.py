@@ -222,7 +222,7 @@ def test_what_captured_steps_keep_is_known_to_those_who_move_rows(captured: Capt
 def test_what_a_captured_step_hands_out(timed: bool) -> None:
     """Three places, two of them in use; the clock at both ends, or no clock (GPUs unless asked)."""
     from overstory.kernels.reference import Accepted, chain_tree
-    from overstory.workers.ddtree.step_graph import _on_device, _packed, _Raw, _unpacked
+    from overstory.workers.ddtree.step_graph import LANDINGS, _Landing, _packed, _Raw
 
     tree = chain_tree(torch.tensor([5, 6, 7]), torch.tensor([[1, 2], [3, 4], [8, 9]]))
     accepted = Accepted(
@@ -233,16 +233,21 @@ def test_what_a_captured_step_hands_out(timed: bool) -> None:
     )
     times = torch.tensor([[100], [130]]) if timed else torch.empty(0, 1, dtype=torch.int64)
     packed = _packed(tree, accepted, torch.tensor([40, 50, 1]), times)
-    out = _unpacked(_on_device(_Raw(packed, tree, accepted), 2, 3), 3)
+    landing = _Landing(_Raw(packed, tree, accepted), 2, 3)
+    first = packed.clone()
+    outs = [landing.land()]
+    for step in range(1, LANDINGS):  # each writes over what the one before gave
+        packed.fill_(-step)
+        outs.append(landing.land())
+        assert outs[step].tokens.tolist() == [-step] * 4
+    out = outs[0]
     assert out.tokens.tolist() == [1, 21, 22, -1]
     assert out.accept_lens.tolist() == [2, 1]
-    assert out.roots.tolist() == [21, 22]
-    assert out.seq_lens.tolist() == [42, 51]
     assert out.deepest.tolist() == [2, 2]
     assert out.times.tolist() == ([100, 130] if timed else [])
-    packed.fill_(-7)  # by the next step
-    assert out.tokens.tolist() == [1, 21, 22, -1]
-    assert out.accept_lens.tolist() == [2, 1]
+    packed.copy_(first)
+    assert landing.land().roots.tolist() == [21, 22]
+    assert out.seq_lens.tolist() == [42, 51]
 
 
 def test_the_device_is_timed(captured: Captured) -> None:

@@ -26,13 +26,12 @@ from overstory.kernels.ops import device_time, sample_nodes, tree_accept
 from overstory.kernels.reference import Accepted, Tree
 from overstory.workers.ddtree.commit import TargetKv, extend_drafter
 from overstory.workers.ddtree.draft import root_tree
-from overstory.workers.ddtree.step_record import on_host
 from overstory.workers.ddtree.verify import TreeVerifyInput, row_layout
 from overstory.workers.policy.chooser import speculates
 from overstory.workers.tree_policy import Mode, TreePolicy
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
     from overstory.workers.ddtree.worker import DDTreeWorker
 
@@ -40,6 +39,10 @@ logger = logging.getLogger(__name__)
 
 WHOLE_STEPS_ENV = "OVERSTORY_WHOLE_STEP_GRAPHS"
 """0 leaves whole steps uncaptured: SGLang's graphs of the forwards alone."""
+
+LANDINGS = 4
+"""Steps of a shape whose results are kept on the host; the scheduler has read those of one before
+it launches the second after it."""
 
 DRAWS = ("greedy", "sampled", "filtered")
 """How a batch draws: all greedy; without top-k, top-p and min-p; with any of them."""
@@ -57,8 +60,8 @@ class StepShape(NamedTuple):
 class StepOutput(NamedTuple):
     """Of one step.
 
-    What is on the host is a copy of its own, complete by the time the scheduler has the step's
-    tokens; all else the next step may write over, so that it must be used up by then.
+    What is on the host is complete by the time the scheduler has the step's tokens, and stays for
+    `LANDINGS` steps; all else the next step may write over.
     """
 
     tokens: torch.Tensor
@@ -87,15 +90,31 @@ class _Raw(NamedTuple):
     accepted: Accepted
 
 
-class _OnDevice(NamedTuple):
-    """Views of what a step of ``live`` requests left on the device, see `StepOutput`."""
+class _Landing:
+    """Where the results of a captured step of ``live`` requests land, in turn.
 
-    raw: _Raw
-    live: int
-    roots: torch.Tensor
-    seq_lens: torch.Tensor
-    tree: Tree
-    accepted: Accepted
+    All views of what it gives are made here, once: at each step they would cost the host more than
+    the one copy that is left.
+
+    Args:
+        raw: what the step gives, at the same place each time.
+        live: requests of the batch, which come first.
+        bs: places of the step.
+    """
+
+    def __init__(self, raw: _Raw, live: int, bs: int) -> None:
+        self.raw, self.live, self._turn = raw, live, 0
+        packed, pinned = raw.packed, raw.packed.is_cuda
+        self._hosts = [
+            packed.new_empty(packed.shape, device="cpu", pin_memory=pinned) for _ in range(LANDINGS)
+        ]
+        self._outputs = [_unpacked(raw, host, live, bs) for host in self._hosts]
+
+    def land(self) -> StepOutput:
+        """The step at hand, by the step's stream."""
+        self._turn = (self._turn + 1) % LANDINGS
+        self._hosts[self._turn].copy_(self.raw.packed, non_blocking=True)
+        return self._outputs[self._turn]
 
 
 class Recorder(Protocol):
@@ -209,7 +228,8 @@ class StepGraphs:
         self._inputs = StepInputs(self._sizes[-1], worker.device)
         self._target_kv = TargetKv(worker.model_runner.token_to_kv_pool)
         self._steps: dict[StepShape, Callable[[], _Raw]] = {}
-        self._kept: dict[StepShape, _OnDevice] = {}  # of the last step of a shape
+        self._landings: dict[StepShape, _Landing] = {}
+        self._speculate: list[Req] = []  # the last batch of which all do
         self._held: list[tuple[torch.Tensor, ...]] = []
         assert worker._tiers is not None
         shapes = [
@@ -247,20 +267,27 @@ class StepGraphs:
         bs, info = len(batch.reqs), batch.sampling_info
         if policy.spine_first or self.asks_for_parts(batch):
             return None
-        if policy.mode != "plain" and not all(speculates(req) for req in batch.reqs):
+        if policy.mode != "plain" and not self._all_speculate(batch.reqs):
             return None
         size = next(size for size in self._sizes if size >= bs)
         return StepShape(size, policy.mode, rows, _draw_of(info))
+
+    def _all_speculate(self, reqs: list[Req]) -> bool:
+        if reqs != self._speculate:  # Mostly they are those of the step before.
+            if not all(map(speculates, reqs)):
+                return False
+            self._speculate = list(reqs)
+        return True
 
     def run(self, shape: StepShape, batch: ScheduleBatch, roots: torch.Tensor) -> StepOutput:
         """One step of ``batch``, whose next tokens to be computed are ``roots`` [bs]."""
         live = roots.shape[0]
         self._inputs.load(batch, roots, shape.draw)
         raw = self._steps[shape]()
-        kept = self._kept.get(shape)
-        if kept is None or kept.raw is not raw or kept.live != live:
-            kept = self._kept[shape] = _on_device(raw, live, shape.bs)
-        return _unpacked(kept, shape.bs)
+        landing = self._landings.get(shape)
+        if landing is None or landing.live != live or landing.raw is not raw:
+            landing = self._landings[shape] = _Landing(raw, live, shape.bs)
+        return landing.land()
 
     def _captured_step(self, shape: StepShape) -> Callable[[], _Raw]:
         """The launches of a step, as a function of the inputs' tensors alone."""
@@ -433,28 +460,21 @@ def _packed(
     return torch.cat([accepted.tokens.reshape(-1), *parts])
 
 
-def _on_device(raw: _Raw, live: int, bs: int) -> _OnDevice:
-    """The parts of a step of ``bs`` places that stay on the device, for its ``live`` requests."""
+def _unpacked(raw: _Raw, host: torch.Tensor, live: int, bs: int) -> StepOutput:
+    """What a step of ``bs`` places gives its ``live`` requests.
+
+    Args:
+        host: a copy of what it has packed.
+    """
     width = raw.accepted.tokens.shape[1]
-    _, _, roots, lengths, _, _ = raw.packed.split_with_sizes(_sizes(bs, width, raw.packed.shape[0]))
+    sizes = _sizes(bs, width, host.shape[0])
+    tokens, given, _, _, deepest, times = host.split_with_sizes(sizes)
+    _, _, roots, lengths, _, _ = raw.packed.split_with_sizes(sizes)
     tree, accepted = raw.tree, raw.accepted
     if live < bs:
-        roots, lengths = roots[:live], lengths[:live]
+        tokens = tokens[: live * width]
+        given, deepest, roots, lengths = (part[:live] for part in (given, deepest, roots, lengths))
         tree, accepted = _first(tree, live), Accepted(*(field[:live] for field in accepted))
-    return _OnDevice(raw, live, roots, lengths, tree, accepted)
-
-
-def _unpacked(kept: _OnDevice, bs: int) -> StepOutput:
-    """What a step of ``bs`` places gives its requests; few views, each costs the host."""
-    raw, live, roots, lengths, tree, accepted = kept
-    width = raw.accepted.tokens.shape[1]
-    # One copy: each costs the host a launch, and SGLang's own of two parts would be two more.
-    packed = on_host(raw.packed)
-    tokens, given, _, _, deepest, times = packed.split_with_sizes(
-        _sizes(bs, width, packed.shape[0])
-    )
-    if live < bs:
-        tokens, given, deepest = tokens[: live * width], given[:live], deepest[:live]
     return StepOutput(tokens, width, given, deepest, times, roots, lengths, tree, accepted)
 
 

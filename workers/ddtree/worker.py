@@ -151,8 +151,7 @@ class DDTreeWorker(DFlashWorkerV2):
             return self._prefill(batch, on_publish)
         if batch.forward_mode.is_idle():
             return super().forward_batch_generation(batch, on_publish, grammar_barrier)
-        if batch.seq_lens.is_cuda:  # the scheduler made it on another stream
-            batch.seq_lens.record_stream(torch.cuda.current_stream())
+        # The scheduler made seq_lens on another stream, and keeps it until two steps later.
         with torch.inference_mode():
             return self._step(batch, on_publish)
 
