@@ -128,3 +128,13 @@ def test_not_a_drafter_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="speculative_draft_model_path"):
         read_drafter(str(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_slots_are_asked_for_where_a_request_gets_more(overlap: bool) -> None:
+    limits = StepLimits(8, 16, overlap, 4)
+    for spare in range(2 * limits.ahead):
+        committed, allocated = [100, 100 + spare], [100 + 2 * limits.ahead, 100 + 2 * spare]
+        more = [limits.reserved(c, a) > a for c, a in zip(committed, allocated, strict=True)]
+        assert limits.short(committed, allocated) == any(more)
+    assert not limits.short([], [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -160,3 +161,30 @@ def test_idle_time_lies_between_steps_with_nothing_else_between() -> None:
     step(1000, 1001)
     assert counted() == (93, 7, 1)
     assert counted() == (94, 7, 1)
+
+
+def test_a_batch_of_whole_paths_is_counted_as_request_by_request() -> None:
+    """Whatever ends, is retracted or is cut short."""
+    from overstory.workers.ddtree.step_record import _paths, _ReadStep, _whole_paths
+
+    draw, whole = random.Random(3), 0
+    for _ in range(500):
+        requests = [_Request(draw.randrange(50)) for _ in range(draw.randrange(1, 9))]
+        deepest = [draw.randrange(8) for _ in requests]
+        accepted = [draw.randrange(depth + 1) for depth in deepest]
+        lengths: list[int | None] = [len(request.output_ids) for request in requests]
+        for i, request in enumerate(requests):
+            _append(request, accepted[i] + 1)
+            kind = draw.random()
+            if kind < 0.03:
+                request.finished_len = len(request.output_ids) - draw.randrange(accepted[i] + 1)
+            elif kind < 0.06:
+                lengths[i] = None
+            elif kind < 0.09:  # a grammar came to its end
+                del request.output_ids[-1 - draw.randrange(accepted[i] + 1) :]
+        record = StepRecord("chain", SimpleNamespace(), tuple(requests))  # type: ignore[arg-type]
+        step = _ReadStep(record, accepted, lengths, True)
+        found = _whole_paths(step, deepest)
+        whole += found is not None
+        assert found is None or found == _paths(step, deepest)
+    assert 150 < whole < 450

@@ -49,8 +49,15 @@ class DDTreeDraftInput(DFlashDraftInputV2):
         bs = batch.batch_size()
         if bs == 0:
             return
-        committed = [int(req.kv_committed_len) for req in batch.reqs]
-        allocated = [int(req.kv.kv_allocated_len) for req in batch.reqs]
+        committed = [req.kv_committed_len for req in batch.reqs]
+        allocated = [req.kv.kv_allocated_len for req in batch.reqs]
+        if self.limits.short(committed, allocated):
+            self._reserve(batch, committed, allocated)
+        if self.future_indices is None:  # else SGLang puts its own there before the step
+            batch.seq_lens_cpu = torch.tensor(committed, dtype=torch.int64)
+        batch.seq_lens_sum = self.committed = sum(committed)
+
+    def _reserve(self, batch: ScheduleBatch, committed: list[int], allocated: list[int]) -> None:
         wanted = [
             self.limits.reserved(length, now)
             for now, length in zip(allocated, committed, strict=True)
@@ -58,24 +65,20 @@ class DDTreeDraftInput(DFlashDraftInputV2):
         width = batch.req_to_token_pool.req_to_token.shape[1]
         assert max(wanted) <= width, f"slot row of {width} columns cannot hold {max(wanted)} tokens"
         missing = sum(wanted) - sum(allocated)
-        if missing:
-            current_cpu = torch.tensor(allocated, dtype=torch.int32)
-            wanted_cpu = torch.tensor(wanted, dtype=torch.int32)
-            alloc_for_spec_decode(
-                batch.tree_cache,
-                batch.req_to_token_pool,
-                reqs=batch.reqs,
-                req_pool_indices=batch.req_pool_indices,
-                cur_kv_lens=current_cpu.to(batch.device, non_blocking=True),
-                cur_kv_lens_cpu=current_cpu,
-                nxt_kv_lens=wanted_cpu.to(batch.device, non_blocking=True),
-                nxt_kv_lens_cpu=wanted_cpu,
-                num_needed_tokens=missing,
-                batch=batch,
-            )
-        if self.future_indices is None:  # else SGLang puts its own there before the step
-            batch.seq_lens_cpu = torch.tensor(committed, dtype=torch.int64)
-        batch.seq_lens_sum = self.committed = sum(committed)
+        current_cpu = torch.tensor(allocated, dtype=torch.int32)
+        wanted_cpu = torch.tensor(wanted, dtype=torch.int32)
+        alloc_for_spec_decode(
+            batch.tree_cache,
+            batch.req_to_token_pool,
+            reqs=batch.reqs,
+            req_pool_indices=batch.req_pool_indices,
+            cur_kv_lens=current_cpu.to(batch.device, non_blocking=True),
+            cur_kv_lens_cpu=current_cpu,
+            nxt_kv_lens=wanted_cpu.to(batch.device, non_blocking=True),
+            nxt_kv_lens_cpu=wanted_cpu,
+            num_needed_tokens=missing,
+            batch=batch,
+        )
 
     def filter_batch(
         self, new_indices: torch.Tensor, new_indices_cpu: list[int] | None = None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+
+_ENDS = "overstory_ends"
+"""Attribute on SGLang's Req: tokens that end it, where it ends at nothing else within its limit."""
 
 
 def finish_within_limit(
@@ -20,6 +23,8 @@ def finish_within_limit(
     """
     limit = self.sampling_params.max_new_tokens
     beyond = len(self.output_ids) - limit
+    if beyond < 0 and _goes_on(self, self.output_ids[-new_accepted_len:]):
+        return
     before_limit = new_accepted_len - beyond - 1
     if beyond < 0 or before_limit < 1 or self.finished() or self.to_finish:
         original(self, new_accepted_len)
@@ -35,3 +40,19 @@ def finish_within_limit(
         self.output_ids = everything
     if not stopped:
         original(self, new_accepted_len)
+
+
+def _goes_on(req: Req, tokens: Sequence[int]) -> bool:
+    """Whether nothing ends ``req``, which is within its limit, at its newest ``tokens``. Mostly so,
+    and told by fewer calls than SGLang makes; False where it is not told here."""
+    if req.finished_reason is not None or req.to_finish or req.grammar is not None or not tokens:
+        return False
+    ends: frozenset[int] | None = req.__dict__.get(_ENDS)
+    if ends is None:
+        params = req.sampling_params
+        if params.stop_strs or params.stop_regex_strs or req.tokenizer is not None:
+            return False
+        ended_by = () if params.ignore_eos else (params.stop_token_ids, req.eos_token_ids)
+        ends = frozenset(token for tokens in ended_by for token in tokens or ())
+        req.__dict__[_ENDS] = ends
+    return min(tokens) >= 0 and max(tokens) < req.vocab_size and ends.isdisjoint(tokens)

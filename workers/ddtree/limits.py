@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import sub
 
 ROW_SLACK = 4
 """Spare columns of a request's slot row, as SGLang keeps."""
@@ -42,6 +44,11 @@ class StepLimits:
         Under overlap one unprocessed step may have added ``block_size`` tokens already.
         """
         return self.max_rows + (self.block_size if self.overlap else 0)
+
+    def short(self, committed: Sequence[int], allocated: Sequence[int]) -> bool:
+        """Whether any of the requests has fewer slots than its next step may touch."""
+        ahead = self.ahead
+        return any(map(ahead.__gt__, map(sub, allocated, committed)))
 
     def reserved(self, committed: int, allocated: int) -> int:
         """Slots that a request of ``committed`` tokens should have before its next step.

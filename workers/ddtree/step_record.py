@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from operator import gt
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -83,6 +84,21 @@ class _ReadStep(NamedTuple):
     follows: bool
 
 
+class _Paths(NamedTuple):
+    """What a step gave its ``running`` requests.
+
+    Attributes:
+        tokens: given in all.
+        offered: requests by the depth of what they were offered.
+        reached: requests by the depth that was accepted of it.
+    """
+
+    running: int
+    tokens: int
+    offered: list[int]
+    reached: list[int]
+
+
 class PendingSteps:
     """Steps in the order they ran; the scheduler reads them in the same order.
 
@@ -136,30 +152,15 @@ class PendingSteps:
         record = step.record
         known = record.tree.depths.amax(dim=1) if record.deepest is None else record.deepest
         deepest = known.tolist()
-        running, tokens = 0, 0
-        offered = [0] * (1 + max(deepest, default=0))  # requests by what they were offered in all
-        reached = [0] * len(offered)
-        for req, drafted, before, depth in zip(
-            record.requests, step.accepted, step.lengths, deepest, strict=True
-        ):
-            if before is None:
-                continue
-            running += 1
-            # SGLang keeps the tokens beyond an end in its list.
-            end = req.finished_len
-            handed_out = (len(req.output_ids) if end is None else end) - before
-            tokens += handed_out
-            judged = depth if handed_out > drafted else handed_out
-            offered[judged] += 1
-            reached[min(judged, drafted)] += 1
+        paths = _whole_paths(step, deepest) or _paths(step, deepest)
         self._stats.record_verify(
             record.policy,
             rows=record.tree.tokens.numel(),
-            offered_by_depth=_at_least(offered),
-            accepted_by_depth=_at_least(reached),
-            tokens=tokens,
+            offered_by_depth=_at_least(paths.offered),
+            accepted_by_depth=_at_least(paths.reached),
+            tokens=paths.tokens,
             stage_ns=record.stage_ns,
-            requests=running,
+            requests=paths.running,
         )
         self._count_times(record, step.follows)
         if record.outcome is not None:
@@ -175,6 +176,42 @@ class PendingSteps:
             idle = max(0, begun - self._ended_ns)
         self._stats.record_device(record.policy, max(0, ended - begun), idle)
         self._ended_ns = ended
+
+
+def _whole_paths(step: _ReadStep, deepest: list[int]) -> _Paths | None:
+    """`_paths` where every request goes on and was given its whole path; None elsewhere."""
+    requests, accepted = step.record.requests, step.accepted
+    before = [length for length in step.lengths if length is not None]
+    if len(before) < len(requests) or any(map(gt, accepted, deepest)):
+        return None
+    if any(req.finished_len is not None for req in requests):
+        return None
+    tokens = sum([len(req.output_ids) for req in requests]) - sum(before)
+    if tokens < sum(accepted) + len(requests):  # and it cannot be more
+        return None
+    depths = range(1 + max(deepest, default=0))
+    offered, reached = map(deepest.count, depths), map(accepted.count, depths)
+    return _Paths(len(requests), tokens, list(offered), list(reached))
+
+
+def _paths(step: _ReadStep, deepest: list[int]) -> _Paths:
+    running, tokens = 0, 0
+    offered = [0] * (1 + max(deepest, default=0))  # requests by what they were offered in all
+    reached = [0] * len(offered)
+    for req, drafted, before, depth in zip(
+        step.record.requests, step.accepted, step.lengths, deepest, strict=True
+    ):
+        if before is None:
+            continue
+        running += 1
+        # SGLang keeps the tokens beyond an end in its list.
+        end = req.finished_len
+        handed_out = (len(req.output_ids) if end is None else end) - before
+        tokens += handed_out
+        judged = depth if handed_out > drafted else handed_out
+        offered[judged] += 1
+        reached[min(judged, drafted)] += 1
+    return _Paths(running, tokens, offered, reached)
 
 
 def on_host(values: torch.Tensor) -> torch.Tensor:

@@ -464,6 +464,21 @@ DDTREE: tuple[Entry, ...] = (
         f"{_SRT}.mem_cache.allocation_sizing.get_alloc_reserve_per_decode",
         "the most that a request may want",
     ),
+    Internal(
+        f"{_PARTS}.output_streamer.SchedulerOutputStreamer._stream_output_generation",
+        "hooked: lists of a batch made at once",
+        "reqs return_logprob skip_req is_idle_batch",
+    ),
+    Internal(
+        f"{_PARTS}.output_streamer._GenerationStreamAccumulator",
+        "what is said of each request",
+        "rids http_worker_ipcs finished_reasons decoded_texts decode_ids_list read_offsets "
+        "output_ids skip_special_tokens spaces_between_special_tokens no_stop_trim prompt_tokens "
+        "reasoning_tokens completion_tokens cached_tokens cached_tokens_details image_tokens "
+        "audio_tokens video_tokens spec_verify_ct spec_num_correct_drafts "
+        "spec_num_block_accept_tokens spec_num_cap_tokens spec_correct_drafts_histogram "
+        "spec_cap_lens_histogram retraction_counts time_stats to_payload",
+    ),
     Inline(
         f"{_SRT}.environ.EnvField.get",
         "not asked again until the variable is set again",
