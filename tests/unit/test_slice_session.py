@@ -144,6 +144,15 @@ def test_prefills_are_measured_both_ways(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert report.content["prefill"] == "all"
 
 
+def test_the_page_has_what_was_measured() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    stored = json.loads((docs / "benchmarks" / "prefill_h200.json").read_text())
+    rows = compared(stored["prefills"])
+    assert table(rows) in (docs / "ddtree-cuda.md").read_text()
+    cut = [f for f in stored["prefills"] if f["prefix"]]
+    assert all(f["cut"] == (f["way"] == "ours") for f in cut), "each way was what it is said to be"
+
+
 def test_what_triton_has_no_time_for_is_named_and_measured_later(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
