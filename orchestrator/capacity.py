@@ -49,6 +49,8 @@ STEP_PAUSE_S = 0.4e-3
 """Between the kernels of a captured step, and from step to step."""
 DRAFT_PAUSE_S = 0.1e-3
 """What that is more if something is drafted."""
+PARTS_S = 0.2e-3
+"""What a step in parts, as several ranks run them, takes more than one that is one graph."""
 EXPERT_EFFICIENCY = 0.9
 """Share of the memory bandwidth that grouped INT4 products reach where it is what bounds them.
 Assumed: on an H200 the multiprocessors bound them, at 0.74."""
@@ -80,7 +82,11 @@ def drafts(chain_tokens: float, block_size: int) -> tuple[Draft, ...]:
 
 @dataclass(frozen=True)
 class Replica:
-    """What one replica runs on."""
+    """What one replica runs on.
+
+    Attributes:
+        one_graph: a step is one graph; several ranks run it in parts.
+    """
 
     target: TargetFacts
     drafter: DrafterFacts | None
@@ -90,6 +96,7 @@ class Replica:
     ep_size: int = 1
     redundant: int = 0
     plain_bytes: float = 2.0
+    one_graph: bool = False
 
     @property
     def per_node(self) -> int:
@@ -216,8 +223,15 @@ def step_time(replica: Replica, batch: int, rows: int, context: int) -> StepTime
         draft=_draft(replica, batch, context) if rows > 1 else 0.0,
         tree=TREE_S,
         exchange=exchanges,
-        host=STEP_PAUSE_S + (DRAFT_PAUSE_S if rows > 1 else 0.0),
+        host=_host(replica, rows),
     )
+
+
+def _host(replica: Replica, rows: int) -> float:
+    """Pauses in a step and between two of them."""
+    whole = replica.one_graph or replica.tp_size == 1
+    drafted = DRAFT_PAUSE_S if rows > 1 else 0.0
+    return STEP_PAUSE_S + drafted + (0.0 if whole else PARTS_S)
 
 
 @dataclass(frozen=True)

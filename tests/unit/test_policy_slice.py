@@ -42,9 +42,9 @@ OPTIONS = Options.of(BLOCK, 32).grown(rows_run)
 GOAL = 0.98
 TABLE_SAYS = 0.95
 """What the table has of a step's time: steps alone on the device, without the host."""
-LONG_STEPS, WORST = 16, 0.95
-"""So many requests take 14 to 70 ms a step, about as long as the machine stays the same here: a
-wrong comparison of two budgets then lasts for hundreds of steps."""
+WORST = 0.95
+"""Of one run: where steps are about as long as the machine stays the same here, a wrong comparison
+of two budgets lasts for hundreds of steps."""
 SAMPLE = {("fits", 1, 1024), ("fits badly", 4, 8192), ("fits badly", 1, 8192)}
 """Where the second best is nearest, and where a trial fell into the few steps that were timed."""
 
@@ -117,7 +117,7 @@ def test_auto_is_within_two_hundredths_of_the_best_budget(
         _, later = run(world, seed, (400, 1600))
         shares.append(later.tokens / later.us / best)
     assert GOAL <= fmean(shares) < 1, "others are tried now and then"
-    assert min(shares) >= (GOAL if batch < LONG_STEPS else WORST), shares
+    assert min(shares) >= WORST, shares
 
 
 class Ahead:

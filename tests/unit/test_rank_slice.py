@@ -245,7 +245,7 @@ def test_the_page_s_counts_are_those_that_are_stored() -> None:
     text, stored = PAGES[0].read_text(), json.loads(ROWS_FILE.with_suffix(".json").read_text())
     assert counted_fill(text, stored) == text, "run slice_counted.py FILE.json PAGE.md"
     found = re.findall("<!-- counted (.*) -->", text)
-    assert sorted(found) == ["automatic", "long", "touched"]
+    assert sorted(found) == ["automatic", "long", "parts", "touched"]
 
 
 def test_the_page_tells_how_many_points_the_automatic_budget_reached() -> None:
