@@ -27,10 +27,21 @@ from slice_stages import (
     stage_times,
     stages_of,
 )
-from slice_tables import TABLES, exchanges_us, fill, merged, model_step, serving_us, whole
+from slice_tables import (
+    TABLES,
+    exchanges_us,
+    fill,
+    kimi_on,
+    merged,
+    model_step,
+    serving_us,
+    whole,
+)
 
+from overstory.orchestrator.capacity import step_time
 from overstory.orchestrator.experts import distinct_experts
 from overstory.orchestrator.gpu_memory import WHOLE_STEP_DRAWS, capture_bytes
+from overstory.orchestrator.gpus import RTX_PRO_6000
 from overstory.orchestrator.memory import GIB
 from overstory.orchestrator.model_facts import drafter_from_config, target_from_config
 from overstory.workers.tree_policy import TreePolicy
@@ -297,6 +308,13 @@ def test_attention_s_share_is_beside_its_goal() -> None:
     assert cells[1:7] == ["14.37", "3.90", "27.1%", "25%", "63.9", "57.2"]
     with_exchanges = 3898.7 / (14368.7 + exchanges_us(1, 9))
     assert cells[7] == f"{with_exchanges:.1%}"
+
+
+def test_the_page_says_what_the_model_makes_of_the_deployment_s_own_gpu() -> None:
+    found = [step_time(kimi_on(RTX_PRO_6000), 1, 9, context) for context in (65536, 200_000)]
+    shares = " and ".join(f"{step.attention / step.total:.0%}" for step in found)
+    whole = " and ".join(f"{1e3 * step.total:.1f}" for step in found)
+    assert f"spends {shares} of its {whole} ms there" in PAGES[0].read_text()
 
 
 def test_attention_is_the_two_kernels_of_the_verify_alone() -> None:
