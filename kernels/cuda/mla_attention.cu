@@ -48,7 +48,7 @@ struct SharedBytes {
 // More blocks per tile while there are few tiles.
 int column_groups(int tiles) {
   int groups = kColumnPairs;
-  while (groups > 1 && groups * tiles > 4096) groups /= 2;
+  while (groups > 1 && groups * tiles > 256) groups /= 2;
   return groups;
 }
 
@@ -57,7 +57,7 @@ int launch_combine(const Args& args, int tiles, void* stream) {
   // Requests of less than 8 heads a token end in tiles that are not full.
   const int most = (args.tokens * heads + 7) / 8 + (heads < 8 ? args.bs : 0);
   return launch_dependent(combine, dim3(most, column_groups(most)), kThreads,
-                          sizeof(JoinedByWarps), stream, args, tiles);
+                          sizeof(Joining), stream, args, tiles);
 }
 
 int attend(Args& args, int heads, int max_q, void* workspace, int64_t workspace_bytes,

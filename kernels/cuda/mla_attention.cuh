@@ -926,8 +926,8 @@ __device__ __forceinline__ void make_piece(const Args& args, int tiles, const Pl
                                           int end, bool is_first, const B& block) {
   Piece& piece = block.piece();
   const int granules = granules_of(place.request);
-  const int item = (unit - place.first_unit) / granules;
-  const int first_unit = place.first_unit + item * granules;
+  const int item = (unit - place.first_unit) / place.item_units;
+  const int first_unit = place.first_unit + item * place.item_units;
   const int first = unit - first_unit;
   const int last = end - first_unit < granules ? end - first_unit : granules;
   if (ptx::thread() == 0) {
@@ -943,7 +943,7 @@ __device__ __forceinline__ void make_piece(const Args& args, int tiles, const Pl
     piece.first_row = item * tiles * 8;
     piece.whole = last - first == granules ? 1 : 0;
     piece.slot = slot_of(ptx::block(), first == 0);
-    piece.next_unit = unit + last - first;
+    piece.next_unit = first_unit + last + (last < granules ? 0 : place.item_units - granules);
     piece.end_unit = end;
     piece.wide_out_cache_loc = args.wide_out_cache_loc ? 1 : 0;
     piece.parity = is_first ? 0 : piece.parity ^ 1;
@@ -961,8 +961,8 @@ template <int kTiles, int kStages, bool kFp8>
 __global__ void __launch_bounds__(kThreads, kTiles <= 3 ? 2 : 1) attention(const Args args) {
   ptx::pdl_wait();  // before the combining kernel may start, which reads lengths without waiting
   ptx::pdl_launch_dependents();
-  const Batches batch = load_batch(args, kTiles);
-  const int chunk = chunk_of(args, kTiles, batch.units);
+  Batches batch = load_batch(args, kTiles);
+  const int chunk = share_out(args, kTiles, batch);
   const int64_t from = int64_t{ptx::block()} * chunk;  // beyond 32 bits for large shares
   if (from >= batch.units) return;
   const int begin = static_cast<int>(from);

@@ -18,118 +18,238 @@ struct Parts {
   }
 };
 
-// Eight elements of a lane (rows 2t and 2t + 1 in turn, t = lane % 4) and what its rows have of
-// maxima and sums, over a warp's parts: an online softmax whose scores are the parts' maxima.
-struct Joined {
-  float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-  float m[2] = {kMinusInfinity, kMinusInfinity};
-  float l[2] = {0.0f, 0.0f};
-};
-
 __device__ __forceinline__ float finite_base(float m) { return m == kMinusInfinity ? 0.0f : m; }
 
-// Up to eight of a warp's parts of a pair of column blocks, with the maxima and sums of the lane's
-// rows, all on their way at once.
-struct Batch {
-  static constexpr int kCount = 9;
-  uint4 v[kCount];
-  float scale[kCount];
-  float4 stats[kCount];  // maximum and sum of row 2t, and of the next
+constexpr int kLoads = 17;               // parts that a warp has on their way at once
+constexpr int kBatch = kLoads * kWarps;  // parts whose weights are in shared memory
+constexpr int kEach = (kBatch * 8 + kThreads - 1) / kThreads;  // of a batch's rows, a thread's
 
-  // Parts first, first + 8, ...
-  __device__ __forceinline__ void load(const Args& args, const Parts& parts, int pair, int first) {
+struct Joining {
+  float sum[kWarps][8][32];
+  float weight[kBatch][8];      // of a part and row: 2^(maximum of the part - of all parts)
+  float scale[kBatch][kWarps];  // of a part and warp of the attention kernel
+  float highest[kWarps][8], total[kWarps][8];  // of a row, what each warp has seen
+};
+
+// Of a part and row: maximum and sum. And the power of two of one warp of the attention kernel, whose
+// number is the row's. A thread has row thread % 8 of part thread / 8 and of every 32nd after it.
+struct PartStat {
+  float2 of = make_float2(kMinusInfinity, 0.0f);
+  float scale = 0.0f;
+
+  __device__ __forceinline__ static int row() { return ptx::thread() & 7; }
+  __device__ __forceinline__ static int part(int i) {
+    return ptx::thread() / 8 + i * (kThreads / 8);
+  }
+  __device__ __forceinline__ void load(const Args& args, const Parts& parts, int part) {
+    if (part >= parts.count()) return;
+    const int64_t slot = parts.slot(part);
+    of = reinterpret_cast<const float2*>(args.stats)[(slot * parts.tiles + parts.tile) * 8 + row()];
+    scale = args.scales[slot * kWarps + row()];
+  }
+  // Weight and power of two of the i-th part of a batch to shared memory; the row's sum goes on.
+  __device__ __forceinline__ void put(int i, float base, float& total, Joining& shared) const {
+    if (part(i) >= kBatch) return;
+    const float weight = exp2f(of.x - base);
+    total = fmaf(weight, of.y, total);
+    shared.weight[part(i)][row()] = weight;
+    shared.scale[part(i)][row()] = scale;
+  }
+};
+
+// A warp's value of row lane % 8 to `to`, over the lanes that have the same row.
+template <typename F>
+__device__ __forceinline__ void put_row(float value, float (&to)[kWarps][8], const F& join) {
+  value = join(value, ptx::shfl_xor(value, 8));
+  value = join(value, ptx::shfl_xor(value, 16));
+  if (ptx::lane() < 8) to[ptx::warp()][ptx::lane()] = value;
+}
+template <typename F>
+__device__ __forceinline__ float row_of_all(const float (&of)[kWarps][8], int row, const F& join) {
+  float value = of[0][row];
+  OVERSTORY_UNROLL
+  for (int w = 1; w < kWarps; ++w) value = join(value, of[w][row]);
+  return value;
+}
+struct Higher {
+  __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
+};
+struct Sum {
+  __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
+};
+
+// Who adds up what: `team` warps share the parts of a pair of column blocks, and the block's teams
+// take its pairs in turn. As many warps as the parts need, or as there are for each pair.
+struct Teams {
+  int team;   // warps, a power of two
+  int pairs;  // of the block: block_y, + grid_size_y, ...
+
+  __device__ __forceinline__ Teams(int parts, int groups) : team(1), pairs(kColumnPairs / groups) {
+    while (team < kWarps && (team * kLoads < parts || team * pairs < kWarps)) team *= 2;
+  }
+  __device__ __forceinline__ int rounds() const { return (pairs * team + kWarps - 1) / kWarps; }
+  __device__ __forceinline__ int rank() const { return ptx::warp() & (team - 1); }
+  // Of the block's pairs, that which team `number` takes in a round; false: none is left for it.
+  __device__ __forceinline__ bool find_pair(int round, int number, int& pair) const {
+    const int index = round * (kWarps / team) + number;
+    pair = ptx::block_y() + index * ptx::grid_size_y();
+    return index < pairs;
+  }
+};
+
+// A lane's eight elements (rows 2t and 2t + 1 in turn, t = lane % 4) of each of a warp's parts.
+struct PartSums {
+  uint4 v[kLoads];
+
+  // Parts base + rank, + team, ... of a pair.
+  __device__ __forceinline__ void load(const Args& args, const Parts& parts, const Teams& teams,
+                                       int base, int pair) {
     const uint4* from = static_cast<const uint4*>(args.partial) +
                         (parts.tile * kColumnPairs + pair) * 32 + ptx::lane();
-    const float4* of_rows =
-        reinterpret_cast<const float4*>(args.stats) + parts.tile * 4 + (ptx::lane() & 3);
+    const int64_t slot = int64_t{parts.tiles} * kColumnPairs * 32;
+    int part = base + teams.rank();
+    from += parts.slot(part) * slot;
     OVERSTORY_UNROLL
-    for (int i = 0; i < kCount; ++i) {
-      const int part = first + i * kWarps;
-      v[i] = make_uint4(0, 0, 0, 0);
-      scale[i] = 0.0f;
-      stats[i] = make_float4(kMinusInfinity, 0.0f, kMinusInfinity, 0.0f);
-      if (part >= parts.count()) continue;
-      const int64_t slot = parts.slot(part);
-      v[i] = from[slot * parts.tiles * kColumnPairs * 32];
-      stats[i] = of_rows[slot * parts.tiles * 4];
-      scale[i] = args.scales[slot * kWarps + pair / 2];
+    for (int i = 0; i < kLoads; ++i) {
+      if (part < parts.count()) v[i] = *from;
+      from += (2 * teams.team - (part == 0 ? 1 : 0)) * slot;  // as slots follow each other
+      part += teams.team;
     }
   }
 
-  __device__ __forceinline__ void join(Joined& to) const {
-    float m[2] = {to.m[0], to.m[1]};
+  // `left`: parts from the batch's first on.
+  __device__ __forceinline__ void add(const Joining& shared, const Teams& teams, int left, int pair,
+                                      float (&sum)[8]) const {
     OVERSTORY_UNROLL
-    for (int i = 0; i < kCount; ++i) {
-      m[0] = fmaxf(m[0], stats[i].x), m[1] = fmaxf(m[1], stats[i].z);
-    }
-    const float base[2] = {finite_base(m[0]), finite_base(m[1])};
-    const float before[2] = {exp2f(to.m[0] - base[0]), exp2f(to.m[1] - base[1])};
-    OVERSTORY_UNROLL
-    for (int e = 0; e < 8; ++e) to.sum[e] *= before[e % 2];
-    OVERSTORY_UNROLL
-    for (int c = 0; c < 2; ++c) to.m[c] = m[c], to.l[c] *= before[c];
-    OVERSTORY_UNROLL
-    for (int i = 0; i < kCount; ++i) {
-      const float w[2] = {exp2f(stats[i].x - base[0]), exp2f(stats[i].z - base[1])};
-      to.l[0] = fmaf(w[0], stats[i].y, to.l[0]);
-      to.l[1] = fmaf(w[1], stats[i].w, to.l[1]);
-      const float own[2] = {w[0] * scale[i], w[1] * scale[i]};
+    for (int i = 0; i < kLoads; ++i) {
+      const int part = teams.rank() + i * teams.team;
+      if (part >= left) break;
+      const float2 weight = reinterpret_cast<const float2*>(shared.weight[part])[ptx::lane() & 3];
+      const float scale = shared.scale[part][pair / 2];
+      const float own[2] = {weight.x * scale, weight.y * scale};
       const uint32_t words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
       OVERSTORY_UNROLL
       for (int e = 0; e < 8; ++e) {
         const uint16_t bits = static_cast<uint16_t>(words[e / 2] >> (e % 2 * 16));
-        to.sum[e] = fmaf(ptx::f16_to_float(bits), own[e % 2], to.sum[e]);
+        sum[e] = fmaf(ptx::f16_to_float(bits), own[e % 2], sum[e]);
       }
     }
   }
 };
 
-// What the warps have joined, in shared memory.
-struct JoinedByWarps {
-  float sum[kWarps][8][32];
-  float2 stats[kWarps][8];  // by row
-};
+// Of a tile, whose first row is `first_row` of `out` and of which `rows` are written.
+struct Join {
+  const Args& args;
+  const Parts& parts;
+  const int64_t first_row;
+  const int rows;
+  Joining& shared;
+  const Teams teams;
+  PartSums sums;
+  float base, total;  // of the row PartStat::row(): maximum of all parts, and this thread's of the sum
 
-// One pair of column blocks of a tile, whose first row is `first_row` of `out` and of which `rows` are
-// written. `batch` holds each warp's first parts.
-__device__ __forceinline__ void join_parts(const Args& args, const Parts& parts, Batch& batch,
-                                           int pair, int64_t first_row, int rows,
-                                           JoinedByWarps& shared) {
-  const int warp = ptx::warp(), lane = ptx::lane();
-  Joined own;
-  batch.join(own);
-  OVERSTORY_KEEP_LOOP
-  for (int part = warp + Batch::kCount * kWarps; part < parts.count(); part += Batch::kCount * kWarps) {
-    batch.load(args, parts, pair, part);
-    batch.join(own);
+  __device__ __forceinline__ Join(const Args& args, const Parts& parts, int64_t first_row, int rows,
+                                  Joining& shared)
+      : args(args), parts(parts), first_row(first_row), rows(rows), shared(shared),
+        teams(parts.count(), ptx::grid_size_y()), total(0.0f) {}
+
+  __device__ __forceinline__ bool find_pair(int round, int& pair) const {
+    return teams.find_pair(round, ptx::warp() / teams.team, pair);
   }
-  OVERSTORY_UNROLL
-  for (int e = 0; e < 8; ++e) shared.sum[warp][e][lane] = own.sum[e];
-  if (lane < 4) {
-    shared.stats[warp][lane * 2] = make_float2(own.m[0], own.l[0]);
-    shared.stats[warp][lane * 2 + 1] = make_float2(own.m[1], own.l[1]);
+  __device__ __forceinline__ void load(int round, int begin) {
+    int pair;
+    if (find_pair(round, pair)) sums.load(args, parts, teams, begin, pair);
   }
-  ptx::sync_block();
-  // This thread adds over the warps and writes element `warp` of its lane's eight.
-  const int row = (lane & 3) * 2 + warp % 2;
-  float m = kMinusInfinity, l = 0.0f, all = 0.0f;
-  OVERSTORY_UNROLL
-  for (int w = 0; w < kWarps; ++w) m = fmaxf(m, shared.stats[w][row].x);
-  OVERSTORY_UNROLL
-  for (int w = 0; w < kWarps; ++w) {
-    const float2 theirs = shared.stats[w][row];
-    const float factor = exp2f(theirs.x - finite_base(m));
-    l = fmaf(factor, theirs.y, l);
-    all = fmaf(factor, shared.sum[w][warp][lane], all);
+
+  // The first batch's weights, and the first round's parts. All loads are on their way at once.
+  __device__ __forceinline__ void begin() {
+    PartStat first[kEach];
+    OVERSTORY_UNROLL
+    for (int i = 0; i < kEach; ++i) first[i].load(args, parts, PartStat::part(i));
+    load(0, 0);
+    float m = kMinusInfinity;
+    OVERSTORY_UNROLL
+    for (int i = 0; i < kEach; ++i) m = fmaxf(m, first[i].of.x);
+    OVERSTORY_KEEP_LOOP
+    for (int part = PartStat::part(kEach); part < parts.count(); part += kThreads / 8) {
+      PartStat later;
+      later.load(args, parts, part);
+      m = fmaxf(m, later.of.x);
+    }
+    put_row(m, shared.highest, Higher());
+    ptx::sync_block();
+    base = finite_base(row_of_all(shared.highest, PartStat::row(), Higher()));
+    OVERSTORY_UNROLL
+    for (int i = 0; i < kEach; ++i) first[i].put(i, base, total, shared);
+    put_row(total, shared.total, Sum());
+    ptx::sync_block();
   }
-  if (row >= rows) return;
-  const float inverse = l == 0.0f ? 0.0f : args.value_scale / l;
-  static_cast<uint16_t*>(args.out)[(first_row + row) * kValues + pair * 32 + warp / 2 * 8 +
-                                   (lane >> 2)] = ptx::float_to_bf16(all * inverse);
-  if (args.lse != nullptr && pair == 0 && warp < 2 && lane < 4) {
-    args.lse[first_row + row] = natural_lse(m, l);
+  // Those of another batch, in place of those that are there. Of many parts only, so loads wait.
+  __device__ __forceinline__ void replace_weights(int begin) {
+    if (begin == 0) total = 0.0f;
+    ptx::sync_block();  // everybody has read the others
+    OVERSTORY_KEEP_LOOP
+    for (int i = 0; i < kEach; ++i) {
+      PartStat stat;
+      stat.load(args, parts, begin + PartStat::part(i));
+      stat.put(i, base, total, shared);
+    }
+    put_row(total, shared.total, Sum());  // up to this batch
+    ptx::sync_block();
   }
-}
+
+  // A warp's share of the sums of its team's pair, to shared memory.
+  __device__ __forceinline__ void add(int round) {
+    float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+    int pair;
+    const bool has_pair = find_pair(round, pair);
+    OVERSTORY_KEEP_LOOP
+    for (int begin = 0; begin < parts.count(); begin += kBatch) {
+      if (begin > 0) load(round, begin);
+      if (begin > 0 || (round > 0 && parts.count() > kBatch)) replace_weights(begin);
+      if (has_pair) sums.add(shared, teams, parts.count() - begin, pair, sum);
+    }
+    OVERSTORY_UNROLL
+    for (int e = 0; e < 8; ++e) shared.sum[ptx::warp()][e][ptx::lane()] = sum[e];
+  }
+
+  // A thread adds over the warps of each team and writes element `warp` of its lane's eight.
+  __device__ __forceinline__ void write(int round) const {
+    const int lane = ptx::lane(), element = ptx::warp(), row = (lane & 3) * 2 + element % 2;
+    const float l = row_of_all(shared.total, row, Sum());
+    const float inverse = l == 0.0f ? 0.0f : args.value_scale / l;
+    if (row >= rows) return;
+    uint16_t* out = static_cast<uint16_t*>(args.out) + (first_row + row) * kValues +
+                    element / 2 * 8 + (lane >> 2);
+    int pair;
+    OVERSTORY_KEEP_LOOP
+    for (int n = 0; n < kWarps / teams.team && teams.find_pair(round, n, pair); ++n) {
+      float all = 0.0f;
+      for (int w = 0; w < teams.team; ++w) all += shared.sum[n * teams.team + w][element][lane];
+      out[pair * 32] = ptx::float_to_bf16(all * inverse);
+    }
+  }
+  __device__ __forceinline__ void write_lse() const {
+    const int row = ptx::thread();
+    if (args.lse == nullptr || ptx::block_y() != 0 || row >= rows) return;
+    args.lse[first_row + row] = natural_lse(row_of_all(shared.highest, row, Higher()),
+                                            row_of_all(shared.total, row, Sum()));
+  }
+
+  __device__ __forceinline__ void run() {
+    begin();
+    OVERSTORY_KEEP_LOOP
+    for (int round = 0; round < teams.rounds(); ++round) {
+      add(round);
+      const bool last = round + 1 == teams.rounds();
+      if (!last) load(round + 1, 0);
+      ptx::sync_block();
+      if (round == 0) write_lse();
+      write(round);
+      if (!last) ptx::sync_block();  // everybody has read the sums
+    }
+  }
+};
 
 // Rows of tokens behind the last request's.
 __device__ __forceinline__ void clear_unowned(const Args& args, int tile) {
@@ -159,29 +279,21 @@ __device__ __forceinline__ void clear_unowned(const Args& args, int tile) {
 __global__ void __launch_bounds__(kThreads, 2) combine(const Args args, int tiles) {
   ptx::pdl_launch_dependents();
   // Lengths were there before the attention kernel let this one begin.
-  const Batches all = load_batch(args, tiles);
+  Batches all = load_batch(args, tiles);
+  const int chunk = share_out(args, tiles, all);
   const Place place = find_place<By::tile>(args, tiles, all.first, ptx::block());
   ptx::pdl_wait();  // by every block: one that leaves without could end this grid too early
   if (ptx::block() >= all.tiles) return clear_unowned(args, ptx::block() - all.tiles);
-  const int chunk = chunk_of(args, tiles, all.units);
   const int tile = ptx::block() - place.first_tile;
   const int granules = granules_of(place.request);
-  const int first_unit = place.first_unit + tile / tiles * granules;
+  const int first_unit = place.first_unit + tile / tiles * place.item_units;
   const Parts parts{first_unit / chunk, (first_unit + granules - 1) / chunk, tile % tiles, tiles};
   if (parts.count() == 1) return;
-  Batch batch;
-  batch.load(args, parts, ptx::block_y(), ptx::warp());
   const int64_t first_row =
       (static_cast<int64_t>(place.request.first_token) << args.heads_shift) + tile * 8;
   const int left = (place.request.tokens << args.heads_shift) - tile * 8;
-  JoinedByWarps& shared = *ptx::shared_memory<JoinedByWarps>();
-  for (int pair = ptx::block_y(); pair < kColumnPairs; pair += ptx::grid_size_y()) {
-    if (pair != ptx::block_y()) {
-      batch.load(args, parts, pair, ptx::warp());
-      ptx::sync_block();  // everybody has read the sums of the columns before
-    }
-    join_parts(args, parts, batch, pair, first_row, left < 8 ? left : 8, shared);
-  }
+  Joining& shared = *ptx::shared_memory<Joining>();
+  Join(args, parts, first_row, left < 8 ? left : 8, shared).run();
 }
 
 }  // namespace overstory::mla

@@ -152,6 +152,7 @@ OVERSTORY_DEVICE bool all(bool value, std::uint32_t mask = ~0u) {
 OVERSTORY_DEVICE std::uint32_t warp_max(std::uint32_t value) {
   return __reduce_max_sync(~0u, value);
 }
+OVERSTORY_DEVICE int warp_sum(int value) { return __reduce_add_sync(~0u, value); }
 OVERSTORY_DEVICE std::uint32_t warp_min(std::uint32_t value) {
   return __reduce_min_sync(~0u, value);
 }

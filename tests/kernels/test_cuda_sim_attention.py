@@ -67,8 +67,9 @@ def verify(
     min_chunk: int = 2,
     max_q: int | None = None,
     wide_indptr: bool = False,
+    parts: list[bool] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp of all tokens."""
+    """Output and log-sum-exp of all tokens. `parts` gets which slots for parts were written."""
     max_q = max_q or case.max_q
     out, lse, workspace, size = outputs(library, case.tokens, case.heads, max_q, blocks)
     mask_bytes, mask_indptr = case.mask_bytes() if mask == "bytes" else (None, None)
@@ -112,6 +113,9 @@ def verify(
         min_chunk=min_chunk,
     )
     assert bool((workspace[size:] == POISON).all())
+    if parts is not None:  # a slot's powers of two are the last of it
+        scales = workspace[size - 2 * blocks * 32 : size].view(2 * blocks, 32)
+        parts += (scales != POISON).any(dim=1).tolist()
     return out, lse
 
 
@@ -236,18 +240,82 @@ def test_ragged_batches_however_they_are_split(library: KernelLibrary, blocks: i
     check(verify(library, case, blocks=blocks, min_chunk=1), case.expected())
 
 
-@pytest.mark.parametrize(("first", "last"), [(1, 1), (1, 20), (200, 1)])
+@pytest.mark.parametrize(("first", "last"), [(1, 1), (1, 20), (1, 200), (200, 1)])
 def test_more_parts_than_are_joined_at_once(
     library: KernelLibrary, first: float, last: float
 ) -> None:
-    """Warps read 72 parts at once. All count alike, the next batch has higher scores, or the last
-    parts have scores so low that no float holds e to the difference."""
-    case = Case([(16 * 160, 1), (5, 1)], seed=2)
-    factors = torch.linspace(first, last, 16 * 160)[:, None]
-    slots = case.kv_indices[: 16 * 160]
+    """A block reads 136 parts at once. All count alike, the later have higher scores, or the first
+    or the last have scores so low that no float holds e to the difference."""
+    case = Case([(16 * 300, 1), (5, 1)], seed=2)
+    check(verify(library, sloped(case, first, last), blocks=302, min_chunk=1), case.expected())
+
+
+def sloped(case: Case, first: float, last: float) -> Case:
+    """The first request's scores times a factor that goes from one to the other along its keys."""
+    keys = case.requests[0][0]
+    factors = torch.linspace(first, last, keys)[:, None]
+    slots = case.kv_indices[:keys]
     rope = case.kv[slots, VALUES:].float() * factors
     case.kv[slots, VALUES:] = rope.bfloat16()
-    check(verify(library, case, blocks=162, min_chunk=1), case.expected())
+    return case
+
+
+@pytest.mark.parametrize(
+    ("parts", "tiles"),
+    [
+        *[(2, 1), (5, 20), (17, 65), (18, 65), (20, 200), (34, 33), (35, 33)],
+        *[(68, 20), (69, 130), (136, 50), (137, 200), (300, 130)],
+    ],
+)
+def test_columns_and_parts_shared_out_among_warps(
+    library: KernelLibrary, parts: int, tiles: int
+) -> None:
+    """With more tiles, rows of nobody among them, a block takes more columns; with more parts more
+    of its warps take the same ones, and columns come in rounds."""
+    case = Case([(16 * parts - 3, 1)], unowned=tiles - 1, seed=parts)
+    written: list[bool] = []
+    got = verify(library, sloped(case, 1, 3), blocks=parts, min_chunk=1, parts=written)
+    check(got, case.expected())
+    assert sum(written) == parts
+
+
+@pytest.mark.parametrize(
+    ("requests", "blocks"),
+    [
+        ([(150, 9), (31, 9), (401, 9)], 40),
+        ([(300, 1), (0, 0), (300, 1), (0, 1), (290, 1)], 24),
+        ([(200, 17), (190, 17)], 32),
+        ([(64, 2), (64, 2)], 2),
+    ],
+)
+def test_no_block_works_on_two_items(
+    library: KernelLibrary, requests: list[tuple[int, int]], blocks: int
+) -> None:
+    case, written = Case(requests, tail=random_bits), list[bool]()
+    check(verify(library, case, blocks=blocks, min_chunk=0, parts=written), case.expected())
+    assert not any(a and b for a, b in zip(written[::2], written[1::2], strict=True))
+
+
+def test_a_given_share_is_taken_as_it_is(library: KernelLibrary) -> None:
+    """And so a block may work on two items: the third of nine granules' shares of 3 has both."""
+    case, written = Case([(64, 1), (64, 1)]), list[bool]()
+    check(verify(library, case, blocks=9, min_chunk=3, parts=written), case.expected())
+    assert written == [
+        *[False, True],
+        *[True, True],
+        *[True, False],
+        *[True, False],
+        *([False] * 10),
+    ]
+
+
+@pytest.mark.parametrize(("count", "blocks"), [(3, 2), (12, 7), (33, 7), (40, 7), (40, 45)])
+def test_more_items_than_blocks_or_than_lanes(
+    library: KernelLibrary, count: int, blocks: int
+) -> None:
+    """Then shares are even: no room for padding, or a warp does not see all items at once."""
+    case = Case([(20 + 31 * (b % 3), 1) for b in range(count)], tail=random_bits)
+    check(verify(library, case, blocks=blocks, min_chunk=0), case.expected())
 
 
 @full

@@ -122,7 +122,7 @@ def test_a_barrier_tells_whether_one_thread_said_so(library: KernelLibrary) -> N
 
 def test_shuffles_and_votes(library: KernelLibrary) -> None:
     values = torch.randint(0, 1 << 31, (32,), dtype=torch.int64)
-    out = torch.zeros(8, 32, dtype=torch.int32)
+    out = torch.zeros(9, 32, dtype=torch.int32)
     library.launch("test_votes", values=values.to(torch.int32), out=out)
     got = out.to(torch.int64) & 0xFFFFFFFF
     lanes = torch.arange(32)
@@ -131,6 +131,7 @@ def test_shuffles_and_votes(library: KernelLibrary) -> None:
     assert torch.equal(got[1], values[torch.where(lanes >= 3, lanes - 3, lanes)])
     assert torch.equal(got[2], values[torch.where(lanes < 27, lanes + 5, lanes)])
     want = [thirds, thirds != 0, thirds == 0xFFFFFFFF, int(values.max()), int(values.min())]
+    want.append(int((values & 0xFFFF).sum()))
     assert got[3:].tolist() == [[int(value)] * 32 for value in want]
 
 

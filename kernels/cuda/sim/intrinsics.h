@@ -104,22 +104,22 @@ inline std::uint32_t vote(const char* op, bool value, std::uint32_t mask, Where 
   return mine.result;
 }
 
-template <typename T>
-T reduce(const char* op, T value, std::uint32_t mask, Where where, bool highest) {
+/// `join` of the lanes' values, in all of them.
+template <typename T, typename F>
+T reduce(const char* op, T value, std::uint32_t mask, Where where, F join) {
   struct Lane {
     T value;
-    bool highest;
-  } mine{value, highest};
+    F join;
+  } mine{value, join};
   machine.gather<Lane>(op, where, mask, mine, [](Lane* const* lanes, std::uint32_t named) {
     int first = 0;
     while ((named >> first & 1) == 0) ++first;
-    T best = lanes[first]->value;
-    for (int i = first; i < sim::kWarp; ++i) {
-      if ((named >> i & 1) == 0) continue;
-      best = lanes[i]->highest ? std::max(best, lanes[i]->value) : std::min(best, lanes[i]->value);
+    T all = lanes[first]->value;
+    for (int i = first + 1; i < sim::kWarp; ++i) {
+      if ((named >> i & 1) != 0) all = lanes[i]->join(all, lanes[i]->value);
     }
     for (int i = first; i < sim::kWarp; ++i) {
-      if ((named >> i & 1) != 0) lanes[i]->value = best;
+      if ((named >> i & 1) != 0) lanes[i]->value = all;
     }
   });
   return mine.value;
@@ -156,10 +156,15 @@ inline bool all(bool value, std::uint32_t mask = ~0u, Where where = Where::here(
   return detail::vote("all", value, mask, where) == mask;
 }
 inline std::uint32_t warp_max(std::uint32_t value, Where where = Where::here()) {
-  return detail::reduce("warp_max", value, ~0u, where, true);
+  return detail::reduce("warp_max", value, ~0u, where,
+                        [](std::uint32_t a, std::uint32_t b) { return std::max(a, b); });
 }
 inline std::uint32_t warp_min(std::uint32_t value, Where where = Where::here()) {
-  return detail::reduce("warp_min", value, ~0u, where, false);
+  return detail::reduce("warp_min", value, ~0u, where,
+                        [](std::uint32_t a, std::uint32_t b) { return std::min(a, b); });
+}
+inline int warp_sum(int value, Where where = Where::here()) {
+  return detail::reduce("warp_sum", value, ~0u, where, [](int a, int b) { return a + b; });
 }
 
 // ---- memory
@@ -199,7 +204,7 @@ inline void mbarrier_init(std::uint64_t* barrier, int arrivals, Where where = Wh
 }
 inline void fence_async() {}
 inline int uniform(int value, Where where = Where::here()) {
-  return static_cast<int>(detail::reduce("uniform", static_cast<std::uint32_t>(value), ~0u, where, true));
+  return static_cast<int>(warp_max(static_cast<std::uint32_t>(value), where));
 }
 inline char* shared_here(char* shared) { return shared; }
 inline void mbarrier_fence_init() {}

@@ -214,7 +214,8 @@ __global__ void block_votes(int* said, int rounds) {
   }
 }
 
-/// results, 32 each: shfl, shfl_up 3, shfl_down 5, ballot, any, all, warp_max, warp_min.
+/// results, 32 each: shfl, shfl_up 3, shfl_down 5, ballot, any, all, warp_max, warp_min,
+/// warp_sum (of the low 16 bits).
 __global__ void votes(const std::uint32_t* in, std::uint32_t* out) {
   const std::uint32_t value = in[ptx::lane()];
   std::uint32_t* mine = out + ptx::lane();
@@ -226,6 +227,7 @@ __global__ void votes(const std::uint32_t* in, std::uint32_t* out) {
   mine[160] = ptx::all(value % 3 == 0);
   mine[192] = ptx::warp_max(value);
   mine[224] = ptx::warp_min(value);
+  mine[256] = static_cast<std::uint32_t>(ptx::warp_sum(static_cast<int>(value & 0xffff)));
 }
 
 /// d[16, 8] = a[16, K] b^T for b[8, K], one warp, fragments by ldmatrix. TransposedB: b is [K, 8].
