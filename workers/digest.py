@@ -78,13 +78,18 @@ class LinkFacts:
     free_slots: int
 
     def encoded(self) -> bytes:
-        """All of it. Tuples, strings and numbers have their text made in a fifth of the time that
-        dataclasses take; token ids go as they lie in memory."""
-        each = [
-            (r.rid, r.begun, len(r.tokens), r.length, r.slots, r.finished) for r in self.requests
-        ]
-        head = repr((self.free_slots, [tuple(step) for step in self.steps], each)).encode()
-        return b"".join((head, *(r.tokens.tobytes() for r in self.requests)))
+        """All of it, so that no two links are encoded alike: numbers and tokens as they lie in
+        memory, which takes half the time that their text takes, each list behind its length."""
+        numbers = [self.free_slots, len(self.steps), len(self.requests)]
+        for forward, _, members, given in self.steps:
+            numbers += (forward, len(members), *members, len(given), *given)
+        for r in self.requests:
+            numbers += (r.begun, r.length, len(r.tokens), len(r.slots), *r.slots)
+        names = [choice for _, choice, _, _ in self.steps]
+        for r in self.requests:
+            names += (r.rid, r.finished)
+        tokens = [r.tokens.tobytes() for r in self.requests]
+        return b"".join((array("q", numbers).tobytes(), *tokens, repr(names).encode()))
 
     def emitted(self) -> Iterator[_Given]:
         """By step: token ids that each request was given, by request id."""

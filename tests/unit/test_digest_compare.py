@@ -166,3 +166,43 @@ def test_a_forward_skipped_after_a_late_start_is_a_difference():
     comparison.add(0, links("f", "g", start=6, forgotten=5))
     comparison.add(1, kept((7, "g"), forgotten=4))
     assert comparison.compare().forward == 6
+
+
+def test_no_two_links_are_encoded_alike():
+    """Whatever stands in one list instead of the next one, or is split differently."""
+    tokens = array("q", [5, 6])
+
+    def one(steps, requests, free=1):
+        return LinkFacts(tuple(StepFacts(*s) for s in steps), tuple(map(request, requests)), free)
+
+    def request(fields):
+        rid, begun, given, length, slots, finished = fields
+        return RequestFacts(rid, begun, array("q", given), length, slots, finished)
+
+    step, plain = (3, "chain", (0,), (2,)), ("r", 4, tokens, 9, (7, 8), "")
+    different = [
+        one([step], [plain]),
+        one([step], [plain], free=2),
+        one([(4, *step[1:])], [plain]),
+        one([(3, "plain", (0,), (2,))], [plain]),
+        one([(3, "chain", (0, 2), ())], [plain]),
+        one([(3, "chain", (), (0, 2))], [plain]),
+        one([(3, "chain", (), ()), (0, "", (2,), ())], [plain]),
+        one([step, step], [plain]),
+        one([step], [("s", *plain[1:])]),
+        one([step], [("r", 5, *plain[2:])]),
+        one([step], [("r", 4, [6, 5], 9, (7, 8), "")]),
+        one([step], [("r", 4, [5], 9, (7, 8), "")]),
+        one([step], [("r", 4, [5, 6, 7], 9, (8,), "")]),
+        one([step], [("r", 4, tokens, 8, (7, 8), "")]),
+        one([step], [("r", 4, tokens, 9, (7,), "")]),
+        one([step], [("r", 4, tokens, 9, (7, 8), "x")]),
+        one([step], [("rx", 4, tokens, 9, (7, 8), "")]),
+        one([step], [("", 4, tokens, 9, (7, 8), "r")]),
+        one([step], [plain, ("", 0, [], 0, (), "")]),
+        one([step], []),
+        one([], [plain]),
+    ]
+    encoded = [link.encoded() for link in different]
+    assert len(set(encoded)) == len(different)
+    assert one([step], [plain]).encoded() == encoded[0]
