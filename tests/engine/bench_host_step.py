@@ -116,8 +116,7 @@ class HostRank(Rank):
     """A rank with made-up captured steps."""
 
     rows = ROWS
-    tokens = 7900
-    slots = 280_000  # untouched memory costs nothing
+    slots = 160_000
     parts = False
 
     def make_up_steps(self, sizes: list[int]) -> None:
@@ -183,6 +182,7 @@ def measure(
 ) -> None:
     """Prints microseconds of a step: of the loop's thread, and of the wall."""
     rank.policy = policy
+    rank.tokens = min(7900, rank.slots // requests - 300)
     rids = [rank.submit(number, temperature) for number in range(requests)]
     wait_until(lambda: len(rank.scheduler.running_batch.reqs) == requests)
     begun = rank.launched() + WARM_STEPS
