@@ -336,12 +336,12 @@ def test_the_capacity_model_meets_every_measured_step() -> None:
             assert said == pytest.approx(serving_us(point), rel=0.11), point
 
 
-def test_half_of_the_steps_are_met_within_three_hundredths() -> None:
+def test_half_of_the_steps_are_met_within_four_hundredths() -> None:
     """As the capacity page says."""
     points = [p for p in whole(merged(read(ROWS_FILE))) if p["backend"] == "overstory"]
     off = [abs(1e6 * model_step(p).total / serving_us(p) - 1) for p in points]
-    assert statistics.median(off) < 0.03
-    assert "to 11%; half of them are within 3%" in PAGES[1].read_text()
+    assert statistics.median(off) < 0.04
+    assert "to 11%; half of them are within 4%" in PAGES[1].read_text()
 
 
 def test_the_plot_is_that_of_its_rows() -> None:
