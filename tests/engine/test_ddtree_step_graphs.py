@@ -45,7 +45,12 @@ class Captured:
 
 
 @pytest.fixture(
-    scope="module", params=[1, pytest.param(16, marks=FULL)], ids=["slots", "pages-of-16"]
+    scope="module",
+    params=[
+        pytest.param({}, id="slots"),
+        pytest.param({"page_size": 16}, marks=FULL, id="pages-of-16"),
+        pytest.param({"disable_overlap_schedule": True}, marks=FULL, id="one-by-one"),
+    ],
 )
 def captured(
     request: pytest.FixtureRequest, pair: tuple[str, str], no_shared_engine: None
@@ -54,7 +59,7 @@ def captured(
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         put_backends(monkeypatch, ROWS)
-        harness = EngineHarness(pair[0], **server_args(pair[1], ROWS, page_size=request.param))
+        harness = EngineHarness(pair[0], **server_args(pair[1], ROWS, **request.param))
         yield Captured(harness, monkeypatch)
         harness.close()
 
