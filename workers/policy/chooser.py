@@ -496,8 +496,10 @@ class StepChooser:
 
     def _note_period(self, steering: Steering, now: int, batch: int) -> None:
         """The time since the last launch, if steps are alike now: the one before still runs while
-        a step is launched, so it must have been of the same kind."""
-        if len(self._launched) < 2:
+        a step is launched, so it must have been of the same kind. Nothing is learnt where the
+        rule's own work fell into it: that falls on tried options more often than on others."""
+        worked, self._worked = self._worked, False
+        if worked or len(self._launched) < 2:
             return
         before, last = self._launched
         if before.alike(last) and last.shape.batch == batch:

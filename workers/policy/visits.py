@@ -71,7 +71,8 @@ def interval(price: Price, visits: int) -> float:
     lost = max(0.0, 1 - price.share) * price.steps
     young = visits < YOUNG and (not visits or (price.share >= HOPELESS and lost <= DEAR))
     hopeful = price.share * math.exp(SURE * price.off) >= 1
-    cost = (lost / BOLD if hopeful else lost) + (0.0 if young else price.work)
+    cost = lost + (0.0 if young else price.work)
+    cost /= BOLD if hopeful else 1.0
     full = min(max(cost * 1000 / LOSS, STEPS[0]), STEPS[1])
     return max(STEPS[0] / 2, full * visits / YOUNG) if young else full
 
