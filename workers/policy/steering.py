@@ -49,8 +49,9 @@ HOLDS_US = 130_000
 """Time that they are in force at most, if that is longer than a period: where steps are long, new
 ones cost next to nothing, and so many steps under old ones may be many seconds."""
 
-VISIT_WORK_US = 400
-"""What the host does for a visit on a machine of today: beliefs twice, steps that are timed."""
+VISIT_WORK_US = 1200
+"""What the host does for a visit on a machine of today: some twenty steps that are looked at, 50 us
+each, and beliefs two or three times."""
 
 STEADY = BESIDE + 2
 """Steps that a batch must have been of its size for before something is tried."""
