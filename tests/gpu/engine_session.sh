@@ -7,8 +7,8 @@
 # One process per role (engine_runs.py); all start at once and say their texts side by side, then they
 # are timed in turn. A role that fails does not stop the others. By itself, in about 100 s after the
 # start: `pairs` (engine_pairs.py), `auto` against the best fixed policies and leases on against off
-# (for ENGINE_SESSION_LEASES seconds; beside it `stages`, the device's times of a step),
-# text by text in turn; `host` (engine_host.py), where the host's time of a step goes. Into OUT:
+# (for ENGINE_SESSION_LEASES seconds), text by text in turn; before it, if both are asked for,
+# `stages`, a step's times by the device's clock; `host` (engine_host.py), where the host's time of a step goes. Into OUT:
 #   summary.txt   how each ended, then what engine_compare.py says
 #   results.json  all results; bench.jsonl the speeds alone, one a line as they came
 #   logs.txt      the end of every role's output; build.txt  machine and build
