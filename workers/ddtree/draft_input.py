@@ -65,8 +65,11 @@ class DDTreeDraftInput(DFlashDraftInputV2):
         width = batch.req_to_token_pool.req_to_token.shape[1]
         assert max(wanted) <= width, f"slot row of {width} columns cannot hold {max(wanted)} tokens"
         missing = sum(wanted) - sum(allocated)
-        current_cpu = torch.tensor(allocated, dtype=torch.int32)
-        wanted_cpu = torch.tensor(wanted, dtype=torch.int32)
+        # Pinned: from other memory CUDA may wait for all that was launched before.
+        pinned = batch.req_pool_indices.is_cuda
+        current_cpu = torch.tensor(allocated, dtype=torch.int32, pin_memory=pinned)
+        wanted_cpu = torch.tensor(wanted, dtype=torch.int32, pin_memory=pinned)
+        by_pages = self.limits.page_size > 1
         alloc_for_spec_decode(
             batch.tree_cache,
             batch.req_to_token_pool,
@@ -75,7 +78,8 @@ class DDTreeDraftInput(DFlashDraftInputV2):
             cur_kv_lens=current_cpu.to(batch.device, non_blocking=True),
             cur_kv_lens_cpu=current_cpu,
             nxt_kv_lens=wanted_cpu.to(batch.device, non_blocking=True),
-            nxt_kv_lens_cpu=wanted_cpu,
+            # Read one by one, which costs a microsecond each of a tensor; pages need one.
+            nxt_kv_lens_cpu=wanted_cpu if by_pages else wanted,
             num_needed_tokens=missing,
             batch=batch,
         )

@@ -429,6 +429,11 @@ DDTREE: tuple[Entry, ...] = (
         "tree_cache req_to_token_pool reqs req_pool_indices cur_kv_lens cur_kv_lens_cpu "
         "nxt_kv_lens nxt_kv_lens_cpu num_needed_tokens batch",
     ),
+    Inline(
+        f"{_SRT}.mem_cache.allocation.alloc_for_spec_decode",
+        "lengths may come as a list where slots are not handed out by pages",
+        "req.kv.kv_allocated_len = max(req.kv.kv_allocated_len, int(nxt_kv_lens_cpu[i]))",
+    ),
     Internal(
         f"{_SRT}.managers.utils.GenerationBatchResult",
         "a step's result",
