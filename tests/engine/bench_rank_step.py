@@ -65,11 +65,13 @@ PARTS = {
 """Functions that are timed, with what they call."""
 
 DRAIN = """
-import sys, zmq
+import os, sys, zmq
 socket = zmq.Context().socket(zmq.PULL)
 socket.bind(sys.argv[1])
-while True:
-    socket.recv()
+parent = os.getppid()
+while os.getppid() == parent:
+    if socket.poll(1000):
+        socket.recv()
 """
 
 
