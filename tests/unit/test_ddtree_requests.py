@@ -158,22 +158,29 @@ class _Req:
 
     def __init__(self, output: list[int], limit: int, stops: set[int]) -> None:
         self.output_ids = output
-        self.sampling_params = SimpleNamespace(max_new_tokens=limit)
-        self.stops = stops
-        self.to_finish = None
-        self.reason: str | None = None
+        self.sampling_params = SimpleNamespace(
+            max_new_tokens=limit,
+            ignore_eos=False,
+            stop_token_ids=stops,
+            stop_strs=[],
+            stop_regex_strs=[],
+        )
+        self.eos_token_ids: set[int] = set()
+        self.tokenizer = self.grammar = self.to_finish = None
+        self.vocab_size = 4
+        self.finished_reason: str | None = None
         self.finished_len: int | None = None
 
     def finished(self) -> bool:
-        return self.reason is not None
+        return self.finished_reason is not None
 
     def _check_str_based_finish(self, count: int) -> bool:
         return False
 
     def _check_token_based_finish(self, tokens: list[int]) -> bool:
         for i, token in enumerate(tokens):
-            if token in self.stops:
-                self.reason = "stop"
+            if token in self.sampling_params.stop_token_ids:
+                self.finished_reason = "stop"
                 self.finished_len = len(self.output_ids) - len(tokens) + i + 1
                 return True
         return False
@@ -181,7 +188,7 @@ class _Req:
 
 def _sglang(req: _Req, count: int) -> None:
     if len(req.output_ids) >= req.sampling_params.max_new_tokens:
-        req.reason, req.finished_len = "length", req.sampling_params.max_new_tokens
+        req.finished_reason, req.finished_len = "length", req.sampling_params.max_new_tokens
         return
     req._check_token_based_finish(req.output_ids[-count:])
 
@@ -204,5 +211,8 @@ def test_ends_where_one_token_at_a_time_ends(before: int, tokens: list[int], lim
             break
     many: Any = _Req(list(output), limit, {0})
     finish_within_limit(_sglang, many, len(tokens))
-    assert (many.reason, many.finished_len) == (single.reason, single.finished_len)
+    assert (many.finished_reason, many.finished_len) == (
+        single.finished_reason,
+        single.finished_len,
+    )
     assert many.output_ids == output
