@@ -58,9 +58,9 @@ def _request(number: int, draw: random.Random, more: dict[str, Any]) -> Any:
     return req
 
 
-def _streamer(sent: list[Any]) -> Any:
+def _streamer(sent: list[Any], algorithm: str) -> Any:
     from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
-    from sglang.srt.speculative.spec_registry import get_spec
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     return SchedulerOutputStreamer(
         send_to_detokenizer=SimpleNamespace(send_output=sent.append),  # type: ignore[arg-type]
@@ -68,7 +68,7 @@ def _streamer(sent: list[Any]) -> Any:
         ps=SimpleNamespace(dp_rank=0, attn_tp_rank=1),  # type: ignore[arg-type]
         server_args=SimpleNamespace(),  # type: ignore[arg-type]
         is_generation=True,
-        spec_algorithm=get_spec("DDTREE"),
+        spec_algorithm=SpeculativeAlgorithm.from_string(algorithm),
         disaggregation_mode=None,  # type: ignore[arg-type]
         enable_hicache_storage=lambda: False,
     )
@@ -86,7 +86,7 @@ _OF_A_REQUEST = (
 )
 
 
-def _sent(seed: int, ours: bool, taken: list[int]) -> list[Any]:
+def _sent(seed: int, ours: bool, taken: list[int], algorithm: str = "DDTREE") -> list[Any]:
     """What leaves in some steps of some requests, and where these stand after each."""
     from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 
@@ -105,7 +105,7 @@ def _sent(seed: int, ours: bool, taken: list[int]) -> list[Any]:
     count = draw.randrange(1, 5)
     reqs = [_request(i, draw, odd if i == count - 1 else {}) for i in range(count)]
     sent: list[Any] = []
-    streamer = _streamer(sent)
+    streamer = _streamer(sent, algorithm)
     for _ in range(5):
         for req in reqs:
             if req.finished_reason is None:
@@ -143,6 +143,13 @@ def test_all_that_is_sent_is_what_sglang_sends(odd: int) -> None:
         assert taken, "first tokens are SGLang's to send"
     middle = odd in (0, 9, 10, 11)
     assert short == (40 if middle else 0)
+
+
+@pytest.mark.usefixtures("_plugin")
+def test_engines_without_speculation_send_what_sglang_sends() -> None:
+    """Lists that speak of drafts are empty there."""
+    for seed in range(40):
+        assert _sent(seed, True, [], "NONE") == _sent(seed, False, [], "NONE")
 
 
 @pytest.fixture

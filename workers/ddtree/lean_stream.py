@@ -28,7 +28,9 @@ def stream(
     is_idle_batch: bool = False,
 ) -> None:
     """AROUND hook on SGLang's ``SchedulerOutputStreamer._stream_output_generation``."""
-    plain = not (return_logprob or skip_req is not None or is_idle_batch or streamer.rust_server)
+    more = return_logprob or skip_req is not None or is_idle_batch or streamer.rust_server
+    # An engine without speculation says nothing of drafts.
+    plain = not (more or streamer.spec_algorithm.is_none())
     if not plain or not reqs or not all(map(_in_the_middle, reqs)):
         original(streamer, reqs, return_logprob, skip_req, is_idle_batch)
         return
