@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from overstory.workers.defrag.holders import requests, unfamiliar
+from overstory.workers.handoff.room import free_for_rows, none_left
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -73,13 +74,17 @@ def still_running(scheduler: Scheduler, rid: str) -> bool:
 
 
 def hold(scheduler: Scheduler, tokens: Sequence[int]) -> Held:
-    """The longest cached beginning of `tokens`, held."""
+    """The longest cached beginning of `tokens`, held; nothing where requests under way count on
+    its eviction."""
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
     cache = scheduler.tree_cache
     found = cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens))))
-    cache.inc_lock_ref(found.last_device_node)
+    taken = cache.inc_lock_ref(found.last_device_node).delta
+    if taken and none_left(scheduler):
+        cache.dec_lock_ref(found.last_device_node)
+        return Held(found.device_indices[:0], cache.root_node)
     return Held(found.device_indices, found.last_device_node)
 
 
@@ -90,9 +95,11 @@ def let_go(scheduler: Scheduler, held: Held) -> None:
 
 def take_slots(scheduler: Scheduler, count: int) -> torch.Tensor | None:
     """Free slots int64 [count], whole pages, making room in the cache; None where there is not so
-    much."""
+    much beside what requests under way may yet need."""
     from sglang.srt.mem_cache.common import evict_from_tree_cache
 
+    if count > free_for_rows(scheduler):
+        return None
     evict_from_tree_cache(scheduler.tree_cache, count)
     slots: torch.Tensor | None = scheduler.token_to_kv_pool_allocator.alloc(count)
     return slots

@@ -43,6 +43,21 @@ def entries() -> tuple[Entry, ...]:
         ),
         Internal(f"{_CACHE}.common.evict_from_tree_cache", "room", "tree_cache num_tokens"),
         Internal(
+            f"{_SRT}.managers.schedule_policy",
+            "room that requests under way may yet need",
+            "CLIP_MAX_NEW_TOKENS",
+        ),
+        Inline(
+            f"{_SRT}.managers.schedule_policy.PrefillAdder.add_chunked_req",
+            "a prompt in chunks goes on whether there is room or not",
+            "_rem_tokens = self.rem_chunk_tokens",
+        ),
+        Inline(
+            f"{_SRT}.managers.scheduler.Scheduler._get_new_batch_prefill_raw",
+            "room that requests under way may yet need",
+            "self.new_token_ratio_tracker.current,",
+        ),
+        Internal(
             f"{_SRT}.model_loader.loader.DefaultModelLoader.load_model",
             "weights from a peer come in its place",
             "model_config device_config",
