@@ -43,9 +43,8 @@ def entries() -> tuple[Entry, ...]:
         ),
         Internal(f"{_CACHE}.common.evict_from_tree_cache", "room", "tree_cache num_tokens"),
         Internal(
-            f"{_SRT}.managers.schedule_policy",
+            f"{_SRT}.managers.schedule_policy.CLIP_MAX_NEW_TOKENS",
             "room that requests under way may yet need",
-            "CLIP_MAX_NEW_TOKENS",
         ),
         Inline(
             f"{_SRT}.managers.schedule_policy.PrefillAdder.add_chunked_req",
