@@ -88,6 +88,21 @@ def request_kv(harness: EngineHarness, rid: str) -> tuple[list[int], list[torch.
     return tokens, [layer[slots].clone() for layer in layers]
 
 
+def prefilled_kv(
+    harness: EngineHarness, tokens: list[int], new: int
+) -> tuple[list[int], list[torch.Tensor]]:
+    """The first of `new` tokens after ``tokens``, which plain decoding finds, and the rows of every
+    KV layer before them."""
+    rid = harness.submit(tokens, GREEDY | {"max_new_tokens": new})
+    with policy("plain"):
+        while not harness.outputs[rid].ids:
+            harness.step()
+        held, rows = request_kv(harness, rid)
+        harness.run([rid])
+    assert held[: len(tokens)] == tokens
+    return harness.outputs[rid].ids, [layer[: len(tokens)] for layer in rows]
+
+
 class ScriptedDrafts:
     """Puts known continuations into the drafter's candidates, for some depths and at some rank.
 

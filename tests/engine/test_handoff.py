@@ -163,6 +163,18 @@ class Move:
         return [self._here.outputs[rid].ids for rid in rids]
 
 
+def give(
+    here: EngineHarness, there: OtherReplica, name: str, text: list[int], transfer_s: float
+) -> None:
+    """The replica here holds a text for the other one, and they meet."""
+    held = {"key": name, "texts": [{"rid": "none", "tokens": text}]}
+    assert here.at_boundary(command, "kv_hold", held)[0]["lengths"] == [len(text)]
+    tickets = here.at_boundary(offer, name)
+    there.begin("at_boundary", open_peer, name, tickets, transfer_s)
+    here.at_boundary(open_peer, name, None, transfer_s)
+    there.end()
+
+
 def kind_of(tp_size: int) -> type[EngineHarness]:
     """The harness of so many ranks."""
     from harness import EngineHarness
@@ -428,12 +440,7 @@ def test_a_taker_that_stops_in_the_middle_holds_nobody_up(
     name, text = next(_NAMES), random_prompts([190], seed=11)[0]
     here.generate([text], {"temperature": 0.0, "max_new_tokens": 1})
     running = Running(here)
-    held = {"key": name, "texts": [{"rid": "none", "tokens": text}]}
-    assert here.at_boundary(command, "kv_hold", held)[0]["lengths"] == [len(text)]
-    tickets = here.at_boundary(offer, name)
-    there.begin("at_boundary", open_peer, name, tickets, 60.0)
-    here.at_boundary(open_peer, name, None, 60.0)
-    there.end()
+    give(here, there, name, text, 60.0)
     stopped = there.call("at_boundary", pid)[rank]
     there.call("at_boundary", fault, "stops", rank)
     taken = {"key": name, "name": name, "texts": [text], "budget": 1 << 30}
@@ -516,12 +523,7 @@ def test_a_taking_replica_that_is_killed_in_the_middle(
         name = next(_NAMES)
         text = PROMPTS[0]
         here.generate([text], {"temperature": 0.0, "max_new_tokens": 1})
-        held = {"key": name, "texts": [{"rid": "none", "tokens": text}]}
-        assert here.at_boundary(command, "kv_hold", held)[0]["lengths"] == [len(text)]
-        tickets = here.at_boundary(offer, name)
-        there.begin("at_boundary", open_peer, name, tickets, 120.0)
-        here.at_boundary(open_peer, name, None, 120.0)
-        there.end()
+        give(here, there, name, text, 120.0)
         there.call("at_boundary", fault, "killed", 0)
         taken = {"key": name, "name": name, "texts": [text], "budget": 1 << 30}
         there.begin("at_boundary", command, "kv_take", taken)

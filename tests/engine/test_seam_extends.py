@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from ddtree_support import GREEDY, policy, random_prompts, request_kv, run_under, server_args
+from ddtree_support import GREEDY, prefilled_kv, random_prompts, run_under, server_args
 from graph_standin import put_backends
 
 from overstory.workers.seam import extend_blocks
@@ -55,28 +55,16 @@ def leave_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extend_blocks, "left_to_triton", lambda *_: "asked by a test")
 
 
-def prefilled(harness: EngineHarness, prompt: list[int]) -> tuple[list[int], list[torch.Tensor]]:
-    """First tokens after a prompt, and the rows of every KV layer before them."""
-    rid = harness.submit(prompt, GREEDY | {"max_new_tokens": 12})
-    with policy("plain"):
-        while not harness.outputs[rid].ids:
-            harness.step()
-        tokens, rows = request_kv(harness, rid)
-        harness.run([rid])
-    assert tokens[: len(prompt)] == prompt
-    return harness.outputs[rid].ids, [layer[: len(prompt)].clone() for layer in rows]
-
-
 def test_chunks_of_a_prompt(
     blocked: EngineHarness, planned: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = random_prompts([2 * CHUNK + 70], seed=5)[0]
     blocked.flush_cache()
-    text, keys = prefilled(blocked, prompt)
+    text, keys = prefilled_kv(blocked, prompt, 12)
     assert planned == [(3, 64), (2, 64)]  # 150 rows behind 150, 70 behind 300
     leave_all(monkeypatch)
     blocked.flush_cache()
-    wanted, whole = prefilled(blocked, prompt)
+    wanted, whole = prefilled_kv(blocked, prompt, 12)
     assert len(planned) == 2
     assert text == wanted
     for ours, theirs in zip(keys, whole, strict=True):

@@ -49,6 +49,16 @@ def batch(*reqs: Any, context: int = 200) -> Any:
     return SimpleNamespace(reqs=list(reqs), seq_lens_sum=context * len(reqs))
 
 
+def observe(chooser: StepChooser, at_hand: Any, walk: Walk | None) -> None:
+    """Rank 0 sees that each request of a batch walked so; None: nothing was drafted."""
+    if walk is None:
+        return
+    assert chooser._auto is not None
+    assert chooser._auto.steering is not None
+    for r in at_hand.reqs:
+        chooser._auto.steering.observe(int(r.sampling_params.top_k != 1), walk)
+
+
 def what_comes(
     choosers: Sequence[StepChooser], dice: random.Random, steps: int, same: int
 ) -> Iterator[Any]:
@@ -139,11 +149,7 @@ def test_two_ranks_choose_alike_whatever_their_clocks_say() -> None:
         assert second.next(at_hand) == (policy, told)
         chosen.add(str(policy))
         walk = world.walk(OPTIONS.policies.index(policy))
-        if walk is not None:
-            assert first._auto is not None
-            assert first._auto.steering is not None
-            for r in at_hand.reqs:
-                first._auto.steering.observe(int(r.sampling_params.top_k != 1), walk)
+        observe(first, at_hand, walk)
         for one in (first, second):
             one.ended(at_hand)
         if dice.random() < 0.1:
@@ -180,11 +186,7 @@ def test_two_ranks_whose_hosts_run_ahead_choose_alike() -> None:
         for number, one in enumerate((first, second)):
             unseen[number] += one._held is not None
         walk = world.walk(OPTIONS.policies.index(policy))
-        if walk is not None:
-            assert first._auto is not None
-            assert first._auto.steering is not None
-            for r in now.reqs:
-                first._auto.steering.observe(int(r.sampling_params.top_k != 1), walk)
+        observe(first, now, walk)
     assert {"best", "probe"} <= whys
     assert unseen[1] > unseen[0] > 500, "rank 0 looks at those that it times"
 

@@ -23,7 +23,7 @@ from overstory.workers.handoff import cached
 from overstory.workers.handoff.peers import Peers
 from overstory.workers.handoff.pieces import Piece
 from overstory.workers.handoff.rows import RowTable
-from overstory.workers.handoff.taking import KvTaking
+from overstory.workers.handoff.taking import KvTaking, Outcome
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -173,15 +173,7 @@ class KvHandoff:
     def take(self, context: CommandContext, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """See `KvTaking.take`."""
         if reason := self._cannot(context.scheduler.raw):
-            return {
-                "cached": [],
-                "bytes": 0,
-                "seconds": 0.0,
-                "stood": 0.0,
-                "under_way": False,
-                "done": True,
-                "failed": reason,
-            }
+            return Outcome(failed=reason).told([], done=True)
         with torch.inference_mode():
             return self._taking.take(context, arguments)
 

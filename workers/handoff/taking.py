@@ -98,22 +98,22 @@ class _Session:
 
 
 @dataclass
-class _Outcome:
-    """Of one command."""
+class Outcome:
+    """Of one command `kv_take`."""
 
     failed: str = ""
     bytes: int = 0
     seconds: float = 0.0
-    under_way: bool = False
     begun: float = field(default_factory=time.perf_counter)
 
     def told(self, texts: Sequence[_Text], done: bool) -> dict[str, Any]:
+        """What `KvTaking.take` returns."""
         return {
             "cached": [text.have for text in texts],
             "bytes": self.bytes,
             "seconds": self.seconds,
             "stood": time.perf_counter() - self.begun,
-            "under_way": self.under_way,
+            "under_way": not done,
             "done": done,
             "failed": self.failed,
         }
@@ -169,7 +169,7 @@ class KvTaking:
             `seconds` that it was on its way, `stood`, those that this command took; `under_way`:
             more is coming; `done`: nothing more will; `failed`, with the reason, if it ended early.
         """
-        scheduler, outcome = context.scheduler.raw, _Outcome()
+        scheduler, outcome = context.scheduler.raw, Outcome()
         session = self._sessions.get(arguments["key"])
         if session is None:
             session = self._begin(context, arguments)
@@ -182,7 +182,6 @@ class KvTaking:
         done = session.part is None
         if done:
             self._end(scheduler, session)
-        outcome.under_way = not done
         return outcome.told(session.texts, done)
 
     def led_by(self, context: CommandContext) -> None:
@@ -221,7 +220,7 @@ class KvTaking:
         for text in session.texts:
             scheduler.tree_cache.dec_lock_ref(text.node)
 
-    def _ask(self, scheduler: Scheduler, session: _Session, budget: int, outcome: _Outcome) -> None:
+    def _ask(self, scheduler: Scheduler, session: _Session, budget: int, outcome: Outcome) -> None:
         """The next part, if there is one: slots, and a thread that asks for its rows."""
         table, page = self._rows(scheduler), cached.page_size(scheduler)
         most = max(1, budget // table.row_bytes // page) * page
@@ -278,7 +277,7 @@ class KvTaking:
         scheduler: Scheduler,
         session: _Session,
         arguments: Mapping[str, Any],
-        outcome: _Outcome,
+        outcome: Outcome,
     ) -> None:
         """What has come, if it has on every rank."""
         part = session.part
