@@ -91,7 +91,7 @@ def estimate_table(rows: Sequence[Row], loops: dict[int, Loop], per_sm: dict[int
         if tiles not in loops:
             continue
         found = [_estimate(case, gpu, loops[tiles], per_sm[tiles]) for gpu in gpus]
-        cells = [f"{e.chunk}, **{e.us:.0f}**, {e.bound}" for e in found]
+        cells = [f"{e.share.min_chunk}, **{e.us:.0f}**, {e.bound}" for e in found]
         lines.append(
             f"| {case.op} | {case.bs} | {case.q} | {case.context:,} | {found[0].memory_us:.1f} | "
             + " | ".join(cells)
