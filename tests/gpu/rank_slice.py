@@ -37,8 +37,10 @@ from slice_roles import (
     auto_left,
     auto_needed_s,
     is_complete,
+    largest,
     needed_s,
     not_built,
+    why_not,
 )
 
 RANKS = 8
@@ -70,7 +72,7 @@ def build(name: str, out: Path) -> _engine_first.SliceEngine:
     ranks = TOY_RANKS if TOY else RANKS
     own = rank_target(target, ranks, role.layers, quantised=not TOY)
     pair = write_pair(out / f"{name}-config", own, rank_drafter(drafter, own, ranks))
-    cells = cells_of(role) or [Cell(16, 65536, (), "overstory")] * bool(role.auto)
+    cells = largest(role)
     tokens = slots(cells, MOST_ROWS) + 64 if cells else LONG_SLOTS
     fields: dict[str, Any] = {
         "context_length": 4096 if TOY else 202_752,
@@ -140,8 +142,8 @@ class Measurement:
             at = cell._replace(context=min(cell.context, 160)) if TOY else cell
             bench.prepare(at)
             for rows in rows_left(cell, found):
-                if self._left() < needed_s(cell, 61):
-                    return found
+                if self._leaves_out(f"parts: {cell} {rows} rows", at, needed_s(cell, 61)):
+                    continue
                 one = {"whole": bench.point(rows, 1.0)}
                 with in_parts(worker):
                     one["in_parts"] = bench.point(rows, 1.0)
@@ -153,15 +155,16 @@ class Measurement:
         """The automatic policy against each fixed one, with simulated acceptance."""
         found: list[dict[str, Any]] = self._report.content.get("auto", [])
         runs: dict[str, tuple[AutoBench, Drafts]] = {}
+        learnt: set[tuple[str, int]] = set()
         table = None
         for kind, batch, context in auto_left(self._role, found):
             at = context if not TOY else min(context, 160)
             one = Cell(batch, at, (), "overstory")
-            room = worker.model_runner.token_to_kv_pool.size
-            if slots([one], MOST_ROWS) > room or self._left() < auto_needed_s(batch, context):
-                self._left_out.append(f"auto: {kind} {batch} {context}")
-                self._report.put("left_out", self._left_out)
+            takes = auto_needed_s(batch, context, (kind, batch) in learnt)
+            takes += TABLE_S if table is None else 0
+            if self._leaves_out(f"auto: {kind} {batch} {context}", one, takes):
                 continue
+            learnt.add((kind, batch))
             if kind not in runs:  # what was learnt of one drafter is no good for another
                 table = start(worker, 1.0 if TOY else TABLE_S, table)
                 depth = worker.limits.block_size - 1
@@ -175,17 +178,24 @@ class Measurement:
         return found
 
     def _cells(self, bench: StepBench, worker: Any, cells: list[Cell]) -> None:
-        room = worker.model_runner.token_to_kv_pool.size
         layers = int(worker.model_runner.model_config.num_hidden_layers)
         for number, cell in enumerate(cells_left(cells, self._points)):
-            if slots([cell], MOST_ROWS) > room or self._left() < needed_s(cell, layers):
-                self._left_out.append(str(cell))
-                self._report.put("left_out", self._left_out)
+            if self._leaves_out(str(cell), cell, needed_s(cell, layers)):
                 continue
             self._report.attempt(
                 f"{cell.backend}-{cell.batch}-{cell.context}-{number}",
                 lambda cell=cell: self._cell(bench, worker, cell),
             )
+
+    def _leaves_out(self, what: str, cell: Cell, takes_s: float) -> bool:
+        """Whether ``what`` is not measured; the report then says why."""
+        room = int(self._engine.worker.model_runner.token_to_kv_pool.size)
+        why = why_not(takes_s, self._left(), slots([cell], MOST_ROWS), room)
+        if why is None:
+            return False
+        self._left_out.append(f"{what}: {why}")
+        self._report.put("left_out", self._left_out)
+        return True
 
     def _left(self) -> float:
         return self._deadline - time.monotonic()

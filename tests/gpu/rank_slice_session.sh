@@ -53,6 +53,11 @@ for name, role in found.items():
     print(name, "points", len(role.get("points", [])), "start_s", role.get("start_s"), "errors", list(role["errors"]))
     for point in role.get("points", []):
         print(" ", {k: v for k, v in point.items() if k != "stages_us"}, point.get("stages_us"))
+    for row in role.get("auto", []):
+        print(" ", "auto", {k: row[k] for k in ("drafter", "batch", "context", "best", "of_best", "used")})
+    for kept in ("parts", "experts", "alike", "prefills"):
+        if role.get(kept):
+            print(" ", kept, len(role[kept]))
     for kept in ("left_out", "compiled"):
         if role.get(kept):
             print(" ", kept, role[kept])

@@ -23,6 +23,17 @@ from slice_points import (
 )
 from slice_resume import cells_left, counts_left
 
+ONE_REQUEST = tuple((1, c) for c in (65536, 1024, 200_000, 8192))
+AUTO = (*ONE_REQUEST, *((b, c) for c in (1024, 8192, 65536) for b in (4, 16)))
+"""Batch and context of the points of the automatic policy. Of several requests the shortest steps
+come first: the many steps of learning are those of the first point of a batch."""
+LONG_FIRST = (
+    *((b, c) for b in (16, 4) for c in (1024, 65536)),
+    *ONE_REQUEST,
+    *((b, 8192) for b in (4, 16)),
+)
+"""The same points, for a session that may be cut: those come late otherwise that take longest."""
+
 
 @dataclass(frozen=True)
 class Role:
@@ -38,7 +49,7 @@ class Role:
         early: small, so built before any is measured.
         results: without cells and automatic policy: what else the role finds, by name.
         auto: with these drafters (`slice_auto.SURE`) the automatic policy is run against each fixed
-            one.
+            one, at the points ``auto_at``, in their order.
         parts: steps of these are timed as one graph and in parts.
     """
 
@@ -51,6 +62,7 @@ class Role:
     early: bool = False
     results: tuple[str, ...] = ()
     auto: tuple[str, ...] = ()
+    auto_at: tuple[tuple[int, int], ...] = AUTO
     parts: tuple[Cell, ...] = ()
 
 
@@ -61,9 +73,10 @@ ROLES = {
         None, 4, {"moe_runner_backend": "triton"}, tuple(grid()), own_draft=False, counts=True
     ),
     "again": Role(None, 4, {}, tuple(again())),
-    "auto": Role(None, 4, {}, (), auto=("fits", "fits badly"), parts=tuple(both_ways())),
-    "auto_fits": Role(None, 4, {}, (), auto=("fits",)),
-    "auto_badly": Role(None, 4, {}, (), auto=("fits badly",), parts=tuple(both_ways())),
+    "auto": Role(None, 4, {}, (), auto=("fits badly", "fits")),
+    "auto_fits": Role(None, 4, {}, (), auto=("fits",), auto_at=LONG_FIRST),
+    "auto_badly": Role(None, 4, {}, (), auto=("fits badly",), auto_at=LONG_FIRST),
+    "parts": Role(None, 4, {}, (), parts=tuple(both_ways())),
     "rest": Role(None, 4, {}, (*goals(), *rest()), auto=("fits badly",)),
     "few_long": Role(4, 0, {}, tuple(longest()), early=True),
     "moe_triton": Role(4, 0, {"moe_runner_backend": "triton"}, tuple(levers()), early=True),
@@ -85,17 +98,12 @@ COUNTED = tuple((a, b, r) for a in ALIKE for b in (1, 4, 16) for r in (1, 9, 17,
 """Steps whose experts are counted: share of the rows that is alike, batch, rows of each."""
 SIMILAR = tuple((a, b, r) for a in ALIKE[1:] for b in (1, 4) for r in (9, 33))
 """Steps of rows that are alike which are timed."""
-AUTO = (
-    *((1, c) for c in (65536, 1024, 200_000, 8192)),
-    *((b, c) for c in (1024, 8192, 65536) for b in (4, 16)),
-)
-"""Batch and context of the points of the automatic policy."""
 
 
 def auto_left(role: Role, found: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int]]:
     """Drafter, batch and context of the role's points that are not among ``found``, in order."""
     there = {(row["drafter"], row["batch"], row["context"]) for row in found}
-    wanted = [(kind, batch, context) for kind in role.auto for batch, context in AUTO]
+    wanted = [(kind, batch, context) for kind in role.auto for batch, context in role.auto_at]
     return [point for point in wanted if point not in there]
 
 
@@ -104,10 +112,30 @@ def needed_s(cell: Cell, layers: int) -> float:
     return 3 + (cell.backend == "triton") * (2 + cell.batch * cell.context / 12_000 * layers / 61)
 
 
-def auto_needed_s(batch: int, context: int) -> float:
-    """Seconds that a point of the automatic policy may need; 16 requests of 65,536 tokens take 19,
-    200 steps of 70 ms among them."""
-    return 12 + batch * context / 131_072
+def auto_needed_s(batch: int, context: int, learnt: bool) -> float:
+    """Seconds that a point of the automatic policy may need; 16 requests of 65,536 tokens took 16,
+    200 steps of 62 ms among them, of 1,024 tokens 12 where nothing was ``learnt`` at that batch."""
+    return 8 + 5 * (not learnt) + batch * context / 104_858
+
+
+def largest(role: Role) -> list[Cell]:
+    """What the role's engine must hold."""
+    auto = [Cell(batch, context, (), "overstory") for batch, context in role.auto_at if role.auto]
+    return [*role.cells, *role.parts, *auto]
+
+
+def why_not(takes_s: float, left_s: float, slots: int, room: int) -> str | None:
+    """Why something is not measured, if so.
+
+    Args:
+        takes_s, left_s: seconds that it may need, and those that the role has left.
+        slots, room: KV slots that it takes, and those of the pool.
+    """
+    if slots > room:
+        return f"takes {slots} KV slots of {room}"
+    if left_s < takes_s:
+        return f"may take {takes_s:.1f} s, {max(left_s, 0.0):.1f} s are left"
+    return None
 
 
 def is_complete(role: Role, content: Mapping[str, Any], cells: Sequence[Cell]) -> bool:

@@ -27,11 +27,20 @@ from slice_bench import in_parts, keep_launches
 from slice_config import published
 from slice_counted import automatic, both_ways, fill, kept, long_prompt, touched
 from slice_modules import SLOW, modules
-from slice_points import Cell, again, against_triton, grid, longest, rest
+from slice_points import Cell, again, against_triton, grid, longest, rest, slots
 from slice_prefill import Lengths, PrefillBench, compared, table
 from slice_report import Report
 from slice_resume import cells_left, counts_left, rows_left, stages_left
-from slice_roles import AUTO, COUNTED, ROLES, auto_left, is_complete, needed_s, not_built
+from slice_roles import (
+    AUTO,
+    COUNTED,
+    ROLES,
+    auto_left,
+    is_complete,
+    largest,
+    needed_s,
+    not_built,
+)
 from slice_rows import points_of, read, results, write
 from slice_stages import STAGES, Kernel
 from slice_tables import TABLES, levers, merged, triton_of_few_layers
@@ -336,18 +345,30 @@ def test_learning_goes_on_between_points_of_a_batch_size() -> None:
     assert learnt == [LEARNING_STEPS, SETTLING_STEPS, LEARNING_STEPS, SETTLING_STEPS]
 
 
-@pytest.mark.parametrize("name", ["auto", "auto_fits", "rest"])
+@pytest.mark.parametrize("name", ["auto", "auto_fits", "auto_badly", "rest"])
 def test_points_of_the_automatic_policy_that_are_there_are_left_out(name: str) -> None:
     role = ROLES[name]
-    wanted = [(kind, *point) for kind in role.auto for point in AUTO]
+    wanted = [(kind, *point) for kind in role.auto for point in role.auto_at]
     assert len(wanted) == 10 * len(role.auto)
+    assert sorted(role.auto_at) == sorted(AUTO)
     assert set(role.auto) <= set(SURE)
     found = _points(wanted[:3])
     assert auto_left(role, found) == wanted[3:]
+    assert not is_complete(role, {"auto": found}, ())
+    assert is_complete(role, {"auto": _points(wanted)}, ())
+
+
+def test_steps_in_parts_that_are_there_are_left_out() -> None:
+    role = ROLES["parts"]
     parts = [c._asdict() | {"rows": rows} for c in role.parts for rows in c.rows]
-    assert not is_complete(role, {"auto": found, "parts": parts}, ())
-    assert is_complete(role, {"auto": _points(wanted), "parts": parts}, ())
-    assert is_complete(role, {"auto": _points(wanted), "parts": parts[1:]}, ()) == (not parts)
+    assert is_complete(role, {"parts": parts}, ())
+    assert not is_complete(role, {"parts": parts[1:]}, ())
+
+
+def test_an_engine_holds_the_largest_that_its_role_measures() -> None:
+    for name, batch, context in (("auto", 16, 65536), ("rest", 16, 65536), ("parts", 1, 200_000)):
+        cell = Cell(batch, context, (), "overstory")
+        assert slots(largest(ROLES[name]), 33) == slots([cell], 33), name
 
 
 def test_steps_in_parts_stand_beside_those_of_one_graph() -> None:
