@@ -89,7 +89,8 @@ run_tests tests_fp8_hazards "$root/tests/gpu/test_gpu_attention_fp8.py" \
 # Beside SGLang's Triton kernel of the first folder; skipped where there is none.
 OVERSTORY_SGLANG=${sglang[1]:-} run_tests tests_error -rP \
   "$root/tests/gpu/test_gpu_attention_error.py" &
-run_tests tests_others "$root/tests/gpu/test_gpu_graphs.py" "$root/tests/gpu/test_gpu_small_ops.py" &
+run_tests tests_others "$root/tests/gpu/test_gpu_graphs.py" "$root/tests/gpu/test_gpu_small_ops.py" \
+  "$root/tests/gpu/test_gpu_no_wait.py" &
 sanitize memcheck &
 sanitize racecheck &
 part warm "$most" "$python" -m overstory.kernels.bench --quick --warm \

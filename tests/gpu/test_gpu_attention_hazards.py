@@ -33,6 +33,11 @@ def test_what_lies_behind_the_end() -> None:
     hazards.check_what_lies_behind_the_end("cuda")
 
 
+@pytest.mark.parametrize("prefix", [40, 9000])
+def test_padded_requests(prefix: int) -> None:
+    hazards.check_padded_requests("cuda", prefix)
+
+
 @pytest.mark.parametrize("prefix", [90, 9000])
 def test_halves_merge_by_their_log_sums(prefix: int) -> None:
     hazards.check_halves_merge_by_their_log_sums("cuda", prefix)

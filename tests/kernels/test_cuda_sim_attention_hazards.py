@@ -32,6 +32,10 @@ def test_what_lies_behind_the_end() -> None:
     hazards.check_what_lies_behind_the_end("cpu")
 
 
+def test_padded_requests() -> None:
+    hazards.check_padded_requests("cpu")
+
+
 def test_halves_merge_by_their_log_sums() -> None:
     hazards.check_halves_merge_by_their_log_sums("cpu")
 

@@ -101,6 +101,26 @@ def check_what_lies_behind_the_end(device: str) -> None:
         check(verify(case, mask, schedule=FINE, max_q=20), expected)
 
 
+def check_padded_requests(device: str, prefix: int = 40) -> None:
+    """A batch padded to its graph, by requests that have rows: all their keys are one slot, filled
+    with NaN by padding before. They give NaN, and no other request does."""
+    requests = [(1, 9), (prefix, 9), (1, 9), (0, 5), (1, 4)]
+    case = Case(requests, device=device, unowned=3)
+    padded = [0, 2, 4]
+    bad = case.kv_indices[0].clone()
+    case.kv[bad] = torch.nan
+    for request in padded:
+        rows = slice(case.qo_indptr[request], case.qo_indptr[request + 1])
+        case.kv_indices[case.kv_indptr[request]] = bad
+        case.out_cache_loc[rows] = bad
+        case.q[rows] = torch.nan
+    expected = case.expected()
+    seen = expected[1].isfinite().all(dim=1)
+    assert int(seen.sum()) == 9 + 5
+    for schedule in (FINE, None):
+        check(verify(case, schedule=schedule), expected)
+
+
 def check_halves_merge_by_their_log_sums(device: str, prefix: int = 90) -> None:
     """Attention over two halves of the keys, put together by their log-sum-exps, is that over all:
     they are natural logarithms of scaled scores, also where a request is split."""

@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from overstory.kernels import build
 from overstory.kernels.bench.cases import GOALS, AttentionCase
 from overstory.kernels.bench.estimate import (
     H200,
+    PART_COST,
     RTX_PRO_6000,
+    SECOND_ITEM,
     Loop,
     Share,
     blocks_per_sm,
@@ -117,3 +120,9 @@ def test_a_faster_loop_or_more_multiprocessors_are_never_slower() -> None:
     # A part of each block, and one more of those that may work on two of the four row tiles.
     found = estimate(case, RTX_PRO_6000, loop, 1, H200)
     assert found.share.parts <= found.blocks + 3
+
+
+def test_constants_are_those_of_the_kernel() -> None:
+    source = (build.SOURCES / "mla_schedule.cuh").read_text()
+    assert f"kPartCost = {PART_COST}f;" in source
+    assert f"kSecondItem = {SECOND_ITEM};" in source
