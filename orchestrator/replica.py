@@ -12,7 +12,6 @@ import math
 import os
 import threading
 import time
-import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any, cast
@@ -31,13 +30,13 @@ from overstory.orchestrator.launch import launch_engine
 from overstory.orchestrator.rank_group import CONTROL, call
 from overstory.orchestrator.replica_handoff import ReplicaHandOff
 from overstory.orchestrator.replica_health import ReplicaHealth, State
+from overstory.orchestrator.replica_proof import prove
 from overstory.orchestrator.replica_setup import (
     engine_limits,
     health_limits,
     rank_plan,
     refuse_beyond,
 )
-from overstory.orchestrator.sampling import Sampling
 from overstory.orchestrator.spec import DeploymentSpec
 from overstory.orchestrator.token_line import TokenLines
 from overstory.orchestrator.weight_donor import find_donor
@@ -177,12 +176,9 @@ class Replica:
         raise EngineDead(death)
 
     async def _prove(self) -> None:
-        """Generates a token for nobody. However long that takes: a rank that hangs is ended."""
-        sampling = Sampling(seed=0, max_new_tokens=2, temperature=0.0)
-        proof = self.generate(GenerateCall(f"proof-{uuid.uuid4().hex}", (0,), sampling))
-        async with aclosing(proof) as chunks:
-            async for _ in chunks:
-                pass
+        """See `replica_proof`. However long that takes: a rank that hangs is ended."""
+        settings = self._engine.server_args
+        await prove(self.generate, self._limits, settings.page_size, settings.max_running_requests)
 
     async def _stalled(self) -> RankDeath | None:
         """Judged by rank 0's count of batches and by the requests that the front half waits for, so
