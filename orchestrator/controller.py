@@ -23,7 +23,7 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from overstory.orchestrator.controller_state import ControllerState, Verdict
@@ -218,6 +218,14 @@ class Controller:
     async def hand_off(self, giver: str, taker: str, text: Text) -> int:
         """See `HandOffs.move`."""
         return await self._handoffs.move(giver, taker, text)
+
+    async def meet_ahead(self, giver: str, takers: Sequence[str]) -> None:
+        """See `HandOffs.meet_ahead`."""
+        await self._handoffs.meet_ahead(giver, takers)
+
+    async def part(self, replica: str) -> None:
+        """See `HandOffs.part`."""
+        await self._handoffs.part(replica)
 
     def donor(self) -> str:
         """A replica under lease that can give its weights, rather one that stays; empty if there is

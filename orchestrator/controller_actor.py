@@ -82,6 +82,14 @@ class _ControllerActor:
         """See `Controller.hand_off`."""
         return await self._controller.hand_off(giver, taker, text)
 
+    async def meet_ahead(self, giver: str, takers: list[str]) -> None:
+        """See `Controller.meet_ahead`."""
+        await self._controller.meet_ahead(giver, takers)
+
+    async def part(self, replica: str) -> None:
+        """See `Controller.part`."""
+        await self._controller.part(replica)
+
     async def donor(self) -> str:
         """See `Controller.donor`."""
         return self._controller.donor()

@@ -28,6 +28,7 @@ from overstory.orchestrator.controller_actor import hopeless
 from overstory.orchestrator.endpoint import build_http_app
 from overstory.orchestrator.engine_errors import EngineBusy, EngineDead, RequestRefused
 from overstory.orchestrator.fleet import GivenUp
+from overstory.orchestrator.gateway_handoff import MeetingsAhead
 from overstory.orchestrator.generation_config import sampling_defaults
 from overstory.orchestrator.http_server import HttpServer
 from overstory.orchestrator.journal import GenerateCall
@@ -154,6 +155,7 @@ class Gateway:
         self._backend = ReplicaBackend(
             replicas, board_of(replicas.app_name), self._sink, spec.hands_over_kv
         )
+        self._hands_over_kv = spec.hands_over_kv
         context = spec.engine.get("context_length") or read_target(model_dir).max_positions
         tokenizer = load_tokenizer(model_dir, bool(spec.engine.get("trust_remote_code")))
         self._service = EndpointService(
@@ -223,6 +225,8 @@ class Gateway:
     async def _lifespan(self, app: FastAPI) -> AsyncGenerator[None, None]:
         await self._sink.open(ray.util.get_node_ip_address(), self._settings.token_port)
         loop = asyncio.get_running_loop()
+        if self._hands_over_kv:
+            MeetingsAhead(self._deployment, board_of(self._deployment)).begin()
         prefixes = PrefixWatch(
             RankDirectory(self._deployment), lambda: affinity_of(self._deployment)
         )

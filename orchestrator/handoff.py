@@ -5,9 +5,11 @@ engine does; what it gets by then its engine finds in its prefix cache. What it 
 whatever reason, is computed again: nothing here can harm a sequence.
 
 ```
+meet_ahead()    a replica is about to go: its ranks meet those that its sequences may go to
 move() ...      sequences of one pair of replicas wait together
 session         ranks meet (once a pair); giver holds; taker takes, part by part, while it steps
                 on; giver lets go
+part()          nobody comes any more: the ranks part while all of them are there
 ```
 """
 
@@ -50,6 +52,8 @@ HOLD_PAUSE_S = 0.05
 """Until the giver's engine has ended a request that left it."""
 LINGER_S = 10.0
 """Ranks stay connected so long after the last session."""
+MOST_AHEAD = 8
+"""Replicas that the ranks of one that goes meet ahead: each pair takes GPU memory."""
 
 
 class NotMoved(RuntimeError):
@@ -109,13 +113,20 @@ class HandOffFigures:
 
 @dataclass
 class _Pair:
-    """Sequences that wait to go from one replica to another, and the ranks' communicator."""
+    """Sequences that wait to go from one replica to another, and the ranks' communicator.
+
+    Attributes:
+        tried: a first meeting has been tried, or is not wanted before there is a sequence.
+        over: nobody comes any more.
+    """
 
     giver: str
     taker: str
     waiting: list[tuple[Text, asyncio.Future[int]]] = field(default_factory=list)
     name: str = ""
     task: asyncio.Task[None] | None = None
+    tried: asyncio.Event = field(default_factory=asyncio.Event)
+    over: bool = False
 
 
 class HandOffs:
@@ -137,6 +148,22 @@ class HandOffs:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def meet_ahead(self, giver: str, takers: Sequence[str]) -> None:
+        """Ranks of a replica that is about to go meet those that its sequences may go to, so that
+        these need not wait for that. Returns when they have, or cannot."""
+        await asyncio.gather(
+            *(self._pair(giver, taker, ahead=True).tried.wait() for taker in takers[:MOST_AHEAD])
+        )
+
+    async def part(self, replica: str) -> None:
+        """A replica goes and nobody comes for what it had: its ranks part from others while all of
+        them are there. Returns when they have."""
+        pairs = [p for p in self._pairs.values() if replica in (p.giver, p.taker)]
+        for pair in pairs:
+            pair.over = True
+        if tasks := [pair.task for pair in pairs if pair.task is not None]:
+            await asyncio.wait(tasks)
+
     async def move(self, giver: str, taker: str, text: Text) -> int:
         """Brings the KV of a sequence over.
 
@@ -146,12 +173,9 @@ class HandOffs:
         Raises:
             NotMoved: it has not all that the giver had.
         """
-        pair = self._pairs.setdefault((giver, taker), _Pair(giver, taker))
         outcome: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        pair.waiting.append((text, outcome))
+        self._pair(giver, taker).waiting.append((text, outcome))
         begun = time.monotonic()
-        if pair.task is None:
-            pair.task = asyncio.get_running_loop().create_task(self._serve(pair))
         try:
             tokens = await outcome
         except NotMoved as reason:
@@ -171,22 +195,48 @@ class HandOffs:
 
     # ------------------------------------------------------------------ inside
 
+    def _pair(self, giver: str, taker: str, ahead: bool = False) -> _Pair:
+        """What there is of the two, or a new one, whose ranks meet at once or for a sequence."""
+        pair = self._pairs.get((giver, taker))
+        if pair is None:
+            pair = self._pairs[giver, taker] = _Pair(giver, taker)
+            if not ahead:
+                pair.tried.set()
+            pair.task = asyncio.get_running_loop().create_task(self._serve(pair))
+        return pair
+
     async def _serve(self, pair: _Pair) -> None:
         """Sessions until nobody has come for a while. Ends what waits whatever happens."""
         try:
-            idle_since = time.monotonic()
-            while pair.waiting or pair.name or time.monotonic() - idle_since < LINGER_S:
+            if not pair.tried.is_set():
+                await self._try_to_meet(pair)
+            idle_since, ended = time.monotonic(), False
+            while pair.waiting or not ended:
                 await asyncio.sleep(TOGETHER_S)
                 if pair.waiting:
                     batch, pair.waiting = pair.waiting, []
                     await self._session(pair, batch)
                     idle_since = time.monotonic()
-                elif time.monotonic() - idle_since >= LINGER_S:
+                elif pair.over or time.monotonic() - idle_since >= LINGER_S:
                     await self._part(pair)
+                    ended = True
         finally:
             del self._pairs[pair.giver, pair.taker]  # Who comes now begins anew.
+            pair.tried.set()
             _fail(pair.waiting, "the hand-off ended")
             await self._part(pair)
+
+    async def _try_to_meet(self, pair: _Pair) -> None:
+        """Before there is a sequence; those that have come by the time that it fails do without."""
+        try:
+            await self._meet(pair)
+        except Exception as error:
+            reason = str(error) or type(error).__name__
+            logger.warning("%s and %s do not meet: %s", pair.giver, pair.taker, reason)
+            waiting, pair.waiting = pair.waiting, []
+            _fail(waiting, reason)
+            await self._part(pair)
+        pair.tried.set()
 
     async def _session(self, pair: _Pair, batch: list[tuple[Text, asyncio.Future[int]]]) -> None:
         """One hold, as many takes as it needs."""

@@ -5,9 +5,11 @@ router tells what it knows (`update`, `routed`); a call learns from it that it h
 
 A call whose replica no longer runs leaves at once where another replica can take it. Where none
 can, it stays as long as Serve lets it (`drain_s`): until then the old replica still brings tokens.
+What is to be done before calls leave (`before_leaving`) is waited for `PREPARE_S` at most.
 """
 
 import asyncio
+import math
 import threading
 import time
 from collections import Counter
@@ -16,6 +18,8 @@ from contextlib import contextmanager
 
 DRAIN_S = 20.0
 """Longest that a call stays on a replica that is to go. Serve kills it 10 s later."""
+PREPARE_S = 1.0
+"""Longest that calls stay although they could leave."""
 
 
 class PlacedCall:
@@ -40,7 +44,12 @@ class PlacedCall:
 
 
 class ReplicaBoard:
-    """The knowledge of one process about one deployment. All methods are safe in any thread."""
+    """The knowledge of one process about one deployment. All methods are safe in any thread.
+
+    Attributes:
+        before_leaving: called, from any thread, with a replica that calls are about to leave and
+            those that may take them; it ends in `may_leave`. None: they leave at once.
+    """
 
     def __init__(
         self, drain_s: float = DRAIN_S, clock: Callable[[], float] = time.monotonic
@@ -51,6 +60,8 @@ class ReplicaBoard:
         self._running: frozenset[str] | None = None
         self._shunned: dict[str, float] = {}
         self._calls: dict[str, PlacedCall] = {}
+        self._stay_until: dict[str, float] = {}  # of replicas that calls are about to leave
+        self.before_leaving: Callable[[str, list[str]], None] | None = None
 
     @contextmanager
     def following(self, rid: str) -> Iterator[PlacedCall]:
@@ -69,6 +80,15 @@ class ReplicaBoard:
         with self._lock:
             self._running = frozenset(running)
             self._shunned = {name: t for name, t in self._shunned.items() if name in self._running}
+            left = {call.replica for call in self._calls.values()} - self._running
+            self._stay_until = {name: t for name, t in self._stay_until.items() if name in left}
+        self._judge()
+
+    def may_leave(self, replica: str) -> None:
+        """What was to be done before calls leave it is done, or cannot be."""
+        with self._lock:
+            if replica in self._stay_until:
+                self._stay_until[replica] = -math.inf
         self._judge()
 
     def routed(self, rid: str, replica: str) -> None:
@@ -109,20 +129,30 @@ class ReplicaBoard:
 
     def _judge(self) -> None:
         """Tell the calls that have to leave now, and look again when others may have to."""
+        prepared: list[str] = []
         with self._lock:
             if self._running is None:
                 return
-            refuge = any(self._usable(name) for name in self._running)
+            refuges = [name for name in self._running if self._usable(name)]
             for call in self._calls.values():
                 if call.replica is None or call.replica in self._running:
                     call.absent_since_s = None
                 elif call.absent_since_s is None:
                     call.absent_since_s = self._clock()
                     call.later(self._drain_s, self._judge)
-                if call.absent_since_s is None:
+                if call.replica is None or call.absent_since_s is None:
                     continue
-                if refuge or self._clock() - call.absent_since_s >= self._drain_s:
+                if refuges and self.before_leaving and call.replica not in self._stay_until:
+                    prepared.append(call.replica)
+                    self._stay_until[call.replica] = self._clock() + PREPARE_S
+                    call.later(PREPARE_S, self._judge)
+                stays = self._stay_until.get(call.replica, -math.inf) > self._clock()
+                over = self._clock() - call.absent_since_s >= self._drain_s
+                if over or (refuges and not stays):
                     call.tell()
+        for replica in prepared:
+            assert self.before_leaving is not None
+            self.before_leaving(replica, sorted(refuges))
 
 
 _BOARDS: dict[str, ReplicaBoard] = {}

@@ -23,6 +23,7 @@ STAY_S = 8.0
 """Longest stay. With `replica_board.DRAIN_S` less than Serve's limit for a graceful end."""
 _LOOK_S = 0.1
 _ANSWER_S = 2.0
+_PART_S = 1.0
 
 
 class ReplicaHandOff:
@@ -78,9 +79,15 @@ class ReplicaHandOff:
             self._departures.left(rid, tokens)
 
     def stay(self) -> None:
-        """Before the end of this replica: blocks while its KV is fetched, or may be soon."""
+        """Before the end of this replica: blocks while its KV is fetched, or may be soon, and until
+        its ranks have parted from others."""
+        if self._on:
+            self._await_fetching()
+            self._part()
+
+    def _await_fetching(self) -> None:
         deadline = time.monotonic() + STAY_S
-        while self._on and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
             asked = call(self._rank_0, CONTROL, "peer", "outgoing")
             try:
                 outgoing = ray.get(asked, timeout=_ANSWER_S)
@@ -91,3 +98,12 @@ class ReplicaHandOff:
             if not outgoing["holding"] and not self._departures.awaited(outgoing["fetched"]):
                 return
             time.sleep(_LOOK_S)
+
+    def _part(self) -> None:
+        """Others would stand still for a peer whose process is gone."""
+        try:
+            controller = find_controller(self._deployment)
+            if controller is not None:
+                ray.get(controller.part.remote(self._replica), timeout=_PART_S)
+        except (RayError, TimeoutError) as error:
+            logger.warning("ranks end before they have parted from others: %s", error)

@@ -199,6 +199,89 @@ def test_the_ranks_meet_once_for_several_sessions() -> None:
     assert sum(line.startswith("close") for line in world.log) == 4
 
 
+def test_ranks_that_met_ahead_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is not there, or not under lease in time, keeps nobody."""
+    monkeypatch.setattr(handoff, "LINGER_S", 60.0)
+    world = World()
+    world.replicas["third"] = 2
+    handoffs = HandOffs(world)
+
+    async def ahead() -> int:
+        await handoffs.meet_ahead("old", ["new", "third", "unknown"])
+        assert world.open == {(who, rank) for who in ("old", "new", "third") for rank in (0, 1)}
+        world.log.clear()
+        moved = await handoffs.move("old", "new", text("a"))
+        await handoffs.part("old")
+        return moved
+
+    assert run(world, ahead(), handoffs) == 90
+    assert not any(line.startswith("open") for line in world.log)
+    assert world.open == set()
+    assert handoffs.figures.meetings == 2
+
+
+def test_who_comes_while_ranks_meet_ahead_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    handoffs = HandOffs(world)
+    ask, may_open = world.ask, asyncio.Event()
+
+    async def slowly(replica: str, rank: int, method: str, *arguments: Any) -> Any:
+        if arguments[0] == "open":
+            await may_open.wait()
+        return await ask(replica, rank, method, *arguments)
+
+    monkeypatch.setattr(world, "ask", slowly)
+
+    async def both() -> int:
+        meeting = asyncio.ensure_future(handoffs.meet_ahead("old", ["new"]))
+        await asyncio.sleep(0.01)
+        moving = asyncio.ensure_future(handoffs.move("old", "new", text("a")))
+        await asyncio.sleep(0.05)
+        assert "kv_hold old" not in world.log
+        may_open.set()
+        await meeting
+        return await moving
+
+    assert run(world, both(), handoffs) == 90
+    assert handoffs.figures.meetings == 1
+
+
+def test_who_came_while_ranks_did_not_meet_computes_again() -> None:
+    """One limit of a meeting is enough to wait for."""
+    world = World()
+    world.fail = {"open": "rank 1 did not come"}
+    handoffs = HandOffs(world)
+
+    async def both() -> list[Any]:
+        meeting = asyncio.ensure_future(handoffs.meet_ahead("old", ["new"]))
+        moved = await together(handoffs, "a", "b")
+        await meeting
+        return moved
+
+    outcomes = run(world, both(), handoffs)
+    assert [str(one) for one in outcomes] == ["the ranks did not meet: rank 1 did not come"] * 2
+    assert (handoffs.figures.meetings, world.open) == (1, set())
+
+
+def test_ranks_part_when_a_replica_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is there, and after the sequence that is still coming over."""
+    monkeypatch.setattr(handoff, "LINGER_S", 60.0)
+    world = World()
+    handoffs = HandOffs(world)
+
+    async def going() -> int:
+        await handoffs.meet_ahead("old", ["new"])
+        moving = asyncio.ensure_future(handoffs.move("old", "new", text("a")))
+        await asyncio.sleep(0)
+        await handoffs.part("old")
+        assert world.open == set()
+        await handoffs.part("old")
+        return await moving
+
+    assert run(world, going(), handoffs) == 90
+    assert sum(line.startswith("close") for line in world.log) == 4
+
+
 def test_a_request_that_is_still_ending_is_waited_for() -> None:
     world = World()
     world.still_running = 5

@@ -5,6 +5,9 @@ import threading
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 
+import pytest
+
+from overstory.orchestrator import replica_board
 from overstory.orchestrator.affinity import Affinity, LoadBound
 from overstory.orchestrator.replica_board import PlacedCall, ReplicaBoard
 
@@ -64,6 +67,50 @@ def test_a_call_stays_while_there_is_nowhere_to_go_but_not_for_ever() -> None:
             await asyncio.sleep(0.4)
             assert not told.is_set()
             board.update([])
+            await told.wait()
+
+    play(story)
+
+
+def test_calls_stay_until_what_comes_before_is_done() -> None:
+    async def story() -> None:
+        board = ReplicaBoard()
+        asked: list[tuple[str, list[str]]] = []
+        board.before_leaving = lambda *who: asked.append(who)
+        board.update(["a", "c", "b"])
+        with board.following("x") as one, board.following("y") as other:
+            told, too = _told(one), _told(other)
+            board.routed("x", "a")
+            board.routed("y", "a")
+            board.update(["c", "b"])
+            assert not await _settled(told)
+            assert asked == [("a", ["b", "c"])], "once for all its calls, without the lock"
+            board.may_leave("a")
+            assert await _settled(told)
+            assert await _settled(too)
+            with board.following("late") as call:
+                late = _told(call)
+                board.routed("late", "a")
+                assert await _settled(late)
+        board.may_leave("nobody")
+        board.update(["b"])
+        assert (len(asked), board._stay_until) == (1, {})
+
+    play(story)
+
+
+def test_calls_do_not_stay_for_ever_for_what_comes_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_board, "PREPARE_S", 0.1)
+
+    async def story() -> None:
+        board = ReplicaBoard(drain_s=60)
+        board.before_leaving = lambda *_: None
+        board.update(["a", "b"])
+        with board.following("x") as call:
+            told = _told(call)
+            board.routed("x", "a")
+            board.update(["b"])
+            assert not await _settled(told)
             await told.wait()
 
     play(story)

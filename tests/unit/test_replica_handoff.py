@@ -118,6 +118,7 @@ def going(
         return {"holding": holding, "fetched": fetched}
 
     monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(replica_handoff, "find_controller", lambda _: None)
     monkeypatch.setattr(replica_handoff, "call", lambda *_: None)
     monkeypatch.setattr(replica_handoff, "_LOOK_S", 0.0)
     part = ReplicaHandOff("d", "old", True, 40, None)
@@ -165,9 +166,29 @@ def test_it_does_not_stay_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     assert going(monkeypatch, itertools.repeat((1, []))) > 1
 
 
+def test_its_ranks_part_from_others_before_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not before all that left it have been fetched; where they do not, it goes all the same."""
+    said: list[Any] = []
+
+    def get(answer: Any, timeout: float) -> Any:
+        said.append(answer)
+        if answer == ("parted", "old"):
+            raise GetTimeoutError("late")
+        return {"holding": 2 - len(said), "fetched": []}
+
+    controller = SimpleNamespace(part=SimpleNamespace(remote=lambda who: ("parted", who)))
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(replica_handoff, "find_controller", lambda _: controller)
+    monkeypatch.setattr(replica_handoff, "call", lambda *_: "outgoing")
+    monkeypatch.setattr(replica_handoff, "_LOOK_S", 0.0)
+    ReplicaHandOff("d", "old", True, 40, None).stay()
+    assert said == ["outgoing", "outgoing", ("parted", "old")]
+
+
 def test_without_hand_off_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "get", lambda *_, **__: pytest.fail("asked"))
     monkeypatch.setattr(replica_handoff, "call", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr(replica_handoff, "find_controller", lambda *_: pytest.fail("asked"))
     part = ReplicaHandOff("d", "old", False, 40, None)
     part.left("a", 90)
     part.stay()
