@@ -25,12 +25,14 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "cluster"))
 
+import stand_stacks
 from load_clients import Question, Seen, ask
 from test_deploy import Shell
 from test_restart_load import Deployed, moves
 
 from overstory.orchestrator.local_ray import stop_local_ray
 from overstory.orchestrator.state import read_state
+from overstory.workers.commands import EXTENSIONS_VARIABLE
 from overstory.workers.tiny.prompts import heldout_prompts
 
 TOY = os.environ.get("TWO_GPU_TOY") == "1"
@@ -66,7 +68,7 @@ TP2 = (
 )
 TOLD = ("pid", "forwards", "weights", "stood_s", "stands", "meetings")
 """Of a rank, from the status."""
-LONG_S = 0.2
+LONG_S = 0.12
 """A gap of a stream that is told by itself."""
 
 
@@ -256,7 +258,14 @@ def restart(deployed: Deployed, left_s: float) -> dict[str, Any]:
 def run(name: str, report: Callable[[str, Any], None], deadline: float, folder: Path) -> None:
     case = CASES[name]
     deployed = Deployed(folder)
-    deployed.shell = HereShell(folder, case.environment)
+    stacks = folder / "stacks"
+    stacks.mkdir()
+    watched = {
+        stand_stacks.VARIABLE: str(stacks),
+        EXTENSIONS_VARIABLE: "stand_stacks:register",
+        "PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}",
+    }
+    deployed.shell = HereShell(folder, watched | case.environment)
     left = lambda: deadline - time.monotonic()  # noqa: E731
     try:
         begun = time.monotonic()
@@ -286,7 +295,10 @@ def run(name: str, report: Callable[[str, Any], None], deadline: float, folder: 
             report("first answers", period(seen, lambda: warmed(seen)))
             report("undisturbed", period(seen, lambda: wait_s(4.0)))
             if case.restart:
+                begun_at = time.time()
                 report("restart", period(seen, lambda: restart(deployed, left() - ENDING_S)))
+                report("compiled", stand_stacks.compiled_since(begun_at))
+                report("stacks", stand_stacks.told(stacks))
                 report("moved", moves(deployed.url))
                 found = picture(deployed)
                 report("hand_offs", found["hand_offs"])
@@ -318,7 +330,7 @@ def main() -> None:
 
     def report(what: str, value: Any) -> None:
         results[what] = value
-        if what not in ("logs", "deploy_said"):
+        if what not in ("logs", "deploy_said", "stacks"):
             at = time.monotonic() - begun
             print(f"== [{at:.0f} s] {name} {what}: {json.dumps(value)[:1500]}", flush=True)
         (out / f"deployed_{name}.json").write_text(json.dumps(results, indent=1))

@@ -34,6 +34,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "eng
 
 from engine_compare import first_difference  # noqa: E402
 from engine_cuda import CudaEngine  # noqa: E402
+from stand_stacks import compiled_since  # noqa: E402
 from tp2_harness import Tp2Harness  # noqa: E402
 from two_gpu_turn import turn  # noqa: E402
 
@@ -395,7 +396,9 @@ def _move(report: Callable[[str, Any], None], here: Any, there: Any) -> None:
             taken = {"key": "k", "name": "k", "texts": cut, "budget": 1 << 34}
             done = added(take_all(here, taken))
             here.at_boundary(audit)
+            begun_at = time.time()
             found, moved = resumed(here, sofar, committed, whole)
+            found["compiled"] = compiled_since(begun_at)
             apart = [first_difference(a, b) for a, b in zip(moved, computed, strict=True)]
             found["as_without"] = apart.count(None)
             found["parts_from_without_at"] = apart

@@ -90,7 +90,12 @@ def test_rank_meets_rank_and_nothing_stays(
         assert meeting["name"] == name
         assert abs(meeting["at"] - time.time()) < 60
         assert 0 <= meeting["met_s"] < 60
+        closed = rank in there.takers
+        assert ("closed_s" in meeting) == closed
+        assert not closed or meeting["closed_at"] >= meeting["at"]
+        assert 0 <= meeting.get("closed_s", 0.0) < 60
     donor.part()
+    assert all("closed_s" in rank.meetings()[0] for rank in there.givers.values())
     donor.part()
     for giver in there.givers.values():
         assert giver._peers._open == {}

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -41,6 +42,7 @@ IDLE_S = 60.0
 """A communicator that nobody uses is closed; its controller, which closes it sooner, is gone."""
 LOOK_S = 1.0
 _LISTEN_S = 1.0
+CLOSINGS_KEPT = 8
 
 Answer = Callable[[Any, int], tuple[Iterable[Piece], Callable[[], bool]]]
 """What is sent for an order, in pieces of at most so many bytes; ValueError refuses it. And what
@@ -226,6 +228,7 @@ class Peers:
         self._lock = threading.Lock()
         self._doors: dict[str, tuple[Door, float]] = {}
         self._open: dict[str, tuple[Giver | Taker, float]] = {}
+        self._closings: deque[tuple[str, float, float]] = deque(maxlen=CLOSINGS_KEPT)
         self._keeper: threading.Thread | None = None
 
     def offer(self, name: str) -> bytes:
@@ -295,10 +298,18 @@ class Peers:
     def close(self, name: str) -> None:
         """Ends one; no-op for an unknown name."""
         with self._lock:
-            parts = [self._doors.pop(name, None), self._open.pop(name, None)]
-        for part in parts:
-            if part is not None:
-                part[0].close()
+            door, side = self._doors.pop(name, None), self._open.pop(name, None)
+        if door is not None:
+            door[0].close()
+        if side is not None:
+            begun = time.perf_counter()
+            side[0].close()
+            self._closings.append((name, time.time(), time.perf_counter() - begun))
+
+    def closings(self) -> dict[str, tuple[float, float]]:
+        """Of the last communicators that ended, by name: when (seconds since 1970) and how long it
+        took."""
+        return {name: (at, took_s) for name, at, took_s in list(self._closings)}
 
     def _keep(self) -> None:
         """Holds the lock: somebody looks after what there is, until there is nothing."""

@@ -168,8 +168,14 @@ class RankSide:
 
     def meetings(self) -> list[dict[str, Any]]:
         """The last ones: `name`, `at` (seconds since 1970, its end), `libraries_s` until its
-        libraries were there, `met_s` until the other rank was."""
-        return list(self._meetings)
+        libraries were there, `met_s` until the other rank was; of those that are over `closed_at`
+        and `closed_s`, which closing took."""
+        closings = {} if self._made is None else self._made[1].closings()
+        ended = {
+            name: {"closed_at": round(at, 2), "closed_s": round(took_s, 3)}
+            for name, (at, took_s) in closings.items()
+        }
+        return [met | ended.get(met["name"], {}) for met in list(self._meetings)]
 
     def close(self, name: str) -> None:
         """See `Peers.close`."""
