@@ -20,6 +20,7 @@ from slice_points import (
     levers,
     longest,
     rest,
+    triton,
 )
 from slice_resume import cells_left, counts_left
 
@@ -72,7 +73,7 @@ ROLES = {
     "slice_triton": Role(
         None, 4, {"moe_runner_backend": "triton"}, tuple(grid()), own_draft=False, counts=True
     ),
-    "again": Role(None, 4, {}, tuple(again())),
+    "again": Role(None, 4, {}, (*again(), *triton())),
     "auto": Role(None, 4, {}, (), auto=("fits badly", "fits")),
     "auto_fits": Role(None, 4, {}, (), auto=("fits",), auto_at=LONG_FIRST),
     "auto_badly": Role(None, 4, {}, (), auto=("fits badly",), auto_at=LONG_FIRST),

@@ -27,7 +27,7 @@ from slice_bench import in_parts, keep_launches
 from slice_config import published
 from slice_counted import automatic, both_ways, fill, kept, long_prompt, touched
 from slice_modules import SLOW, modules
-from slice_points import Cell, again, against_triton, grid, longest, rest, slots
+from slice_points import CONTEXTS, Cell, again, against_triton, grid, longest, rest, slots
 from slice_prefill import Lengths, PrefillBench, compared, table
 from slice_report import Report
 from slice_resume import cells_left, counts_left, rows_left, stages_left
@@ -408,6 +408,13 @@ def test_again_and_rest_time_every_point_of_the_grid_with_our_attention_once() -
         for r in c.rows
     ]
     assert sorted(made) == sorted(wanted)
+
+
+def test_triton_is_timed_with_all_layers_but_for_four_requests_of_200k() -> None:
+    cells = [c for c in (*grid()[:9], *ROLES["again"].cells) if c.backend == "triton"]
+    every = {(b, c) for b in (1, 4) for c in CONTEXTS}
+    assert {(c.batch, c.context) for c in cells} == every - {(4, 200_000)}
+    assert len(cells) == 7, "each once"
 
 
 def _points(triples: Any) -> list[dict[str, Any]]:
