@@ -178,7 +178,13 @@ class Replica:
     async def _prove(self) -> None:
         """See `replica_proof`. However long that takes: a rank that hangs is ended."""
         settings = self._engine.server_args
-        await prove(self.generate, self._limits, settings.page_size, settings.max_running_requests)
+        await prove(
+            self.generate,
+            self._limits,
+            settings.page_size,
+            settings.max_running_requests,
+            compiles=settings.device != "cpu",
+        )
 
     async def _stalled(self) -> RankDeath | None:
         """Judged by rank 0's count of batches and by the requests that the front half waits for, so

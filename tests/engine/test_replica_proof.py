@@ -1,5 +1,5 @@
-"""What a replica generates for nobody is what sequences that come with their KV are: several at
-once, a row each, behind what the prefix cache has."""
+"""What a replica generates for nobody is what sequences that come with their KV are: a few rows
+behind what the prefix cache has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from ddtree_support import policy, server_args
 
 from overstory.orchestrator.journal import GenerateCall
-from overstory.orchestrator.replica_proof import TOGETHER, prove
+from overstory.orchestrator.replica_proof import FEW_ROWS, TOGETHER, prove
 from overstory.orchestrator.replica_setup import engine_limits
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ Engine = Callable[..., "EngineHarness"]
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_several_at_once_behind_a_cached_prefix(
+def test_few_rows_and_several_at_once_behind_a_cached_prefix(
     engine: Engine, pair: tuple[str, str], page_size: int
 ) -> None:
     harness = engine(
@@ -46,8 +46,12 @@ def test_several_at_once_behind_a_cached_prefix(
     limits = engine_limits(harness.scheduler.get_init_info(), page_size)
     try:
         with policy("tree-7"):
-            asyncio.run(prove(generate, limits, page_size, None))
+            asyncio.run(prove(generate, limits, page_size, None, compiles=True))
     finally:
         harness.scheduler.run_batch = run_batch
-    assert extends == [([0], [page_size + 1]), ([page_size] * TOGETHER, [1] * TOGETHER)]
+    assert extends == [
+        ([0], [page_size + 1]),
+        *(([page_size], [rows]) for rows in range(1, FEW_ROWS + 1)),
+        ([page_size] * TOGETHER, [1] * TOGETHER),
+    ]
     harness.assert_no_leak()

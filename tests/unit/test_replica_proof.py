@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from overstory.orchestrator.journal import GenerateCall
-from overstory.orchestrator.replica_proof import TOGETHER, prove
+from overstory.orchestrator.replica_proof import FEW_ROWS, TOGETHER, prove
 
 LIMITS = {"prompt_tokens": 100, "context_tokens": 105}
 
@@ -15,10 +15,10 @@ LIMITS = {"prompt_tokens": 100, "context_tokens": 105}
 class Engine:
     """Keeps every request until all that are there have come."""
 
-    def __init__(self, together: int) -> None:
+    def __init__(self, awaited: list[int]) -> None:
         self.calls: list[GenerateCall] = []
         self.running = self.most = 0
-        self._awaited = [1, together]
+        self._awaited = awaited
         self._all = asyncio.Event()
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[Any, None]:
@@ -36,14 +36,18 @@ class Engine:
 
 
 def proof(
-    page_size: int = 1, most_running: int | None = None, limits: dict[str, int] = LIMITS
+    page_size: int = 1,
+    most_running: int | None = None,
+    limits: dict[str, int] = LIMITS,
+    compiles: bool = False,
 ) -> Engine:
     together = min(TOGETHER, most_running or TOGETHER)
 
     async def whole() -> Engine:
-        engine = Engine(together)
+        alone = min(FEW_ROWS, limits["prompt_tokens"] - page_size) if compiles else 0
+        engine = Engine([1, *[1] * alone, together])
         async with asyncio.timeout(20):
-            await prove(engine.generate, limits, page_size, most_running)
+            await prove(engine.generate, limits, page_size, most_running, compiles)
         return engine
 
     return asyncio.run(whole())
@@ -60,6 +64,18 @@ def test_one_and_then_several_at_once_that_begin_alike() -> None:
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_a_whole_page_is_found_again_and_a_row_is_left(page_size: int) -> None:
     assert {len(call.input_ids) for call in proof(page_size).calls} == {page_size + 1}
+
+
+@pytest.mark.parametrize(("page_size", "most"), [(1, FEW_ROWS), (16, FEW_ROWS), (94, 6)])
+def test_where_kernels_are_compiled_every_small_number_of_rows(page_size: int, most: int) -> None:
+    """Each behind the page, and none behind more: none begins as another one goes on."""
+    texts = [call.input_ids for call in proof(page_size, compiles=True).calls]
+    page = (0,) * page_size
+    few = texts[1 : 1 + most]
+    assert all(text[:page_size] == page for text in texts)
+    assert [len(text) - page_size for text in few] == list(range(1, most + 1))
+    assert len({text[page_size] for text in [texts[0], *few]}) == 1 + most
+    assert len(texts) == 1 + most + TOGETHER
 
 
 def test_no_more_than_the_engine_runs_or_takes() -> None:
@@ -79,4 +95,4 @@ def test_what_fails_is_told() -> None:
         yield [7]
 
     with pytest.raises(RuntimeError, match="no"):
-        asyncio.run(prove(broken, LIMITS, 1, 2))
+        asyncio.run(prove(broken, LIMITS, 1, 2, False))
