@@ -49,7 +49,7 @@ test: env
 
 ## make test-unit  the tests that need neither Ray nor SGLang
 test-unit: env
-	$(BIN)/pytest tests/unit -m "not full"
+	$(BIN)/pytest tests/unit -m "not full" -n 2 --dist loadfile
 
 ## make test-full  every test at full size; writes docs/test-results.md
 test-full: env

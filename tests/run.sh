@@ -49,11 +49,16 @@ for kind in unit kernels engine cluster gpu; do
   echo "== $kind"
   begun=$SECONDS
   code=0
-  # A process, and so a Ray, for each file of cluster tests: what one leaves cannot reach the next.
   parts=("tests/$kind")
-  [ "$kind" != cluster ] || parts=(tests/cluster/test_*.py)
+  processes=()
+  case $kind in
+    # Two processes side by side; the tests of a file, which share what they have made, in one.
+    unit | kernels) processes=(-n 2 --dist loadfile) ;;
+    # A process, and so a Ray, for each file: what one leaves cannot reach the next.
+    cluster) parts=(tests/cluster/test_*.py) ;;
+  esac
   for part in "${parts[@]}"; do
-    .venv/bin/pytest "$part" "${markers[@]}" -q --durations=5 \
+    .venv/bin/pytest "$part" "${markers[@]}" "${processes[@]}" -q --durations=5 \
       --junit-xml="$results/$kind-$(basename "$part" .py).xml"
     ended=$?
     # 5: every test of the file is marked `full`.

@@ -35,8 +35,9 @@ _FORK = multiprocessing.get_context("fork")
 
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever keeps communicators looks at them all the time."""
+    """Whoever keeps communicators looks at them all the time, and a giver whether it is closed."""
     monkeypatch.setattr(peers, "LOOK_S", 0.02)
+    monkeypatch.setattr(peers, "_LISTEN_S", 0.1)
 
 
 def pool(seed: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ def kimi() -> TargetFacts:
     return target_from_config("Kimi-K2.6", model.config)
 
 
-def draw(rows: int, groups: int, times: int = 300) -> tuple[float, float]:
+def draw(rows: int, groups: int, times: int = 100) -> tuple[float, float]:
     """Mean number of distinct experts, and of those in the group with most, by drawing."""
     source, size = random.Random(7), EXPERTS // groups
     total = most = 0
@@ -58,7 +58,7 @@ def test_busiest_group_as_drawn(rows: int, groups: int) -> None:
     assert busiest_group(EXPERTS, CHOSEN, rows, groups) == pytest.approx(drawn, rel=0.05)
 
 
-def draw_copies(rows: int, groups: int, copies: int, times: int = 300) -> float:
+def draw_copies(rows: int, groups: int, copies: int, times: int = 100) -> float:
     """Mean of the held experts that the group with most of them reads. The first experts have a
     copy, as SGLang lays them out to begin with; a row goes to either."""
     source, held = random.Random(7), EXPERTS + copies

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
-
-import pytest
 
 from overstory.workers.settled_heap import settle_heap
 
@@ -25,12 +22,6 @@ def _cycle() -> weakref.ref[_Node]:
 def _in_sight(nodes: list[_Node]) -> int:
     """How many of them a collection would look at."""
     return len({id(node) for node in nodes} & {id(seen) for seen in gc.get_objects()})
-
-
-@pytest.fixture(autouse=True)
-def thawed() -> Iterator[None]:
-    yield
-    gc.unfreeze()
 
 
 def test_what_is_alive_is_out_of_sight_and_what_comes_later_is_not() -> None:

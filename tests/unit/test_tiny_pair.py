@@ -88,17 +88,17 @@ def test_plain_decoding_follows_the_logits(oracle: Oracle, prompts: list[Prompt]
 def test_speculation_gives_plain_decoding(
     oracle: Oracle, prompts: list[Prompt], nodes: int, spine_first: bool
 ) -> None:
-    for number, prompt in enumerate(prompts[:2]):
-        for sampling in (Sampling(), Sampling(temperature=1.0, seed=number, top_p=0.95)):
-            ids = list(prompt.ids)
-            plain = oracle.plain(ids, NEW, sampling)
-            tree = oracle.tree(ids, NEW, nodes, spine_first, sampling)
-            assert tree.tokens == plain.tokens
-            assert 1 + sum(tree.gains[:-1]) < len(tree.tokens) <= 1 + sum(tree.gains)
+    kinds = (Sampling(), Sampling(temperature=1.0, seed=1, top_p=0.95))
+    for prompt, sampling in zip(prompts, kinds, strict=False):
+        ids = list(prompt.ids)
+        plain = oracle.plain(ids, NEW, sampling)
+        tree = oracle.tree(ids, NEW, nodes, spine_first, sampling)
+        assert tree.tokens == plain.tokens
+        assert 1 + sum(tree.gains[:-1]) < len(tree.tokens) <= 1 + sum(tree.gains)
 
 
 def test_speculation_pays(oracle: Oracle, prompts: list[Prompt]) -> None:
-    ids = [list(prompt.ids) for prompt in prompts[:4]]
+    ids = [list(prompt.ids) for prompt in prompts[:2]]
     chain = sum(oracle.chain(some, NEW, ignore_eos=True).rounds for some in ids)
     tree = sum(oracle.tree(some, NEW, 31, ignore_eos=True).rounds for some in ids)
     assert tree < chain < len(ids) * (NEW - 1) / 2
