@@ -7,6 +7,7 @@ one that the other nodes can reach.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -62,3 +63,17 @@ def meeting_environment(
 def meet_over_network(node_address: str, environ: MutableMapping[str, str] = os.environ) -> None:
     """Sets `meeting_environment` for this process; before its first process group."""
     environ.update(meeting_environment(node_address, addresses_by_interface(), environ))
+
+
+def meet_nccl_over_network(
+    node_address: str, environ: MutableMapping[str, str] = os.environ
+) -> None:
+    """As `meet_over_network`, for NCCL alone, which looks once in a process, at its first use.
+
+    Left to NCCL where Ray knows the node by a loopback address or by one of no interface.
+    """
+    if NCCL in environ or is_loopback(node_address):
+        return
+    with contextlib.suppress(ValueError):
+        found = meeting_environment(node_address, addresses_by_interface(), environ)
+        environ[NCCL] = found[NCCL]

@@ -2,12 +2,14 @@
 
 import pytest
 
+from overstory.workers import interfaces
 from overstory.workers.interfaces import (
     GLOO,
     NCCL,
     SGLANG,
     addresses_by_interface,
     is_loopback,
+    meet_nccl_over_network,
     meet_over_network,
     meeting_environment,
 )
@@ -53,6 +55,26 @@ def test_an_address_of_no_interface_is_refused() -> None:
 )
 def test_loopback(address: str, loopback: bool) -> None:
     assert is_loopback(address) is loopback
+
+
+@pytest.mark.parametrize(
+    ("address", "before", "after"),
+    [
+        ("192.0.2.7", {}, {NCCL: "=eth0"}),
+        ("192.0.2.7", {GLOO: "ib0"}, {GLOO: "ib0", NCCL: "=eth0"}),
+        ("192.0.2.7", {NCCL: "ib0"}, {NCCL: "ib0"}),
+        ("127.0.0.1", {}, {}),
+        ("203.0.113.1", {}, {}),
+    ],
+    ids=["named", "gloo's stands", "the user's stands", "loopback", "behind a NAT"],
+)
+def test_nccl_alone(
+    monkeypatch: pytest.MonkeyPatch, address: str, before: dict[str, str], after: dict[str, str]
+) -> None:
+    monkeypatch.setattr(interfaces, "addresses_by_interface", lambda: INTERFACES)
+    environ = dict(before)
+    meet_nccl_over_network(address, environ)
+    assert environ == after
 
 
 def test_this_host_has_a_loopback() -> None:

@@ -13,8 +13,10 @@ import pytest
 import ray
 import torch
 
+from overstory.kernels import ops
 from overstory.orchestrator import weight_donor
 from overstory.orchestrator.weight_donor import Donor, find_donor
+from overstory.workers.handoff import rank_side
 from overstory.workers.handoff.loading import SHELF
 from overstory.workers.handoff.pieces import Piece
 from overstory.workers.handoff.rank_side import RankSide
@@ -99,6 +101,22 @@ def test_rank_meets_rank_and_nothing_stays(
     donor.part()
     for giver in there.givers.values():
         assert giver._peers._open == {}
+
+
+def test_nccl_meets_where_others_reach_this_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks for an interface once in a process: before its libraries are there."""
+    asked: list[str] = []
+
+    def no_kernels(_: torch.device) -> str:
+        asked.append("kernels")
+        raise RuntimeError("no GPU")
+
+    monkeypatch.setattr(rank_side, "meet_nccl_over_network", asked.append)
+    monkeypatch.setattr(ops, "prepare", no_kernels)
+    rank = RankSide("cuda", lambda: 0, lambda: "192.0.2.7")
+    with pytest.raises(RuntimeError, match="no GPU"):
+        rank.open("weights-old-1", "nccl", b"{}", 1.0)
+    assert asked == ["192.0.2.7", "kernels"]
 
 
 def test_a_replica_that_cannot_give_leaves_it_to_the_disk(

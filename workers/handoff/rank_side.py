@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from overstory.workers.digest_gather import DigestGather
+from overstory.workers.interfaces import meet_nccl_over_network
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +83,7 @@ class RankSide:
         from overstory.workers.collectives import Door, Seat, connect
         from overstory.workers.handoff.pieces import Conveyor
 
+        meet_nccl_over_network(self._address())
         device = self._torch_device()
         torch.cuda.set_device(device)  # As SGLang does next. No context on another rank's GPU.
         ops.prepare(device)
@@ -155,6 +157,7 @@ class RankSide:
             from overstory.kernels import ops
             from overstory.workers.collectives.nccl import load_nccl
 
+            meet_nccl_over_network(self._address())
             ops.prepare(self._torch_device())  # No boundary is to wait for a build.
             load_nccl()
         ready = time.perf_counter()
