@@ -41,7 +41,7 @@ SILENCE_S = 30.0
 LOST_KEPT = 20
 """Lost replicas that stay in the status, to say why they went."""
 LONGEST = 4
-"""Times `lease_steps`, the longest lease: ranks keep what 256 steps did, to tell where they
+"""Times `lease_steps`, the longest lease: ranks keep what 2048 steps did, to tell where they
 differ."""
 
 
@@ -264,8 +264,9 @@ class ControllerState:
         return self._replicas[name].digests.heard(rank)
 
     def report_every(self, name: str) -> int:
-        """Launched batches between two reports: half a lease, so that one shows a difference."""
-        return max(1, self._steps_of_lease(self._replicas[name]) // 2)
+        """Launched batches between two reports, at most: a lease. Rank 0 asks for the next one
+        where one begins: mostly that is the reason to report."""
+        return self._steps_of_lease(self._replicas[name])
 
     def leased(self) -> list[str]:
         """Names of the replicas that this controller steers."""

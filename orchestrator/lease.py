@@ -213,25 +213,20 @@ class LeaseLedger:
         """Whether a queued lease begins at the next boundary."""
         return bool(self._queued) and (self._queued[0].supersede or self._remaining(launched) == 0)
 
-    def due_next(self, launched: int) -> bool:
-        """Whether the controller should grant now: half or less remains and nothing is queued. At
-        half it also wants a report (`ControllerState.report_every`): one call for both."""
-        if self._mode == "unmanaged":
-            return self._epoch > 0 and not self._queued
-        assert self._current is not None
-        return not self._queued and 2 * self._remaining(launched) <= self._current.steps
+    def due_next(self) -> bool:
+        """Whether the controller should grant now: nothing is queued. So one lease is always ahead,
+        asked for where the one before it begins: the loop stops there anyway."""
+        return self._epoch > 0 and not self._queued
 
-    def quiet_until(self, launched: int) -> float:
-        """Number of launched batches at which this ledger next has something to say unasked: half
-        of the present lease is left, or nothing. Infinity: never.
+    def quiet_until(self) -> float:
+        """Number of launched batches at which this ledger next has something to say unasked: the
+        present lease is used up. Infinity: never.
 
         Call it after `boundary`.
         """
-        current = self._current
-        if current is None or self._mode in ("unmanaged", "free-running"):
+        if self._current is None or self._mode in ("unmanaged", "free-running"):
             return math.inf
-        half = self._begun_at + current.steps - current.steps // 2
-        return half if launched < half else self._begun_at + current.steps
+        return self._begun_at + self._current.steps
 
     def view(self, launched: int) -> LeaseView:
         """The ledger now, for reports."""
@@ -247,7 +242,7 @@ class LeaseLedger:
             policy=current.policy if current else None,
             free_steps=self._free_steps + running_free,
             lapses=self._lapses,
-            wants_next=self.due_next(launched),
+            wants_next=self.due_next(),
         )
 
     def _check_epoch(self, epoch: int) -> None:

@@ -12,21 +12,21 @@ from __future__ import annotations
 import hashlib
 import threading
 from array import array
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 LINKS_KEPT = 8192
-FACTS_KEPT = 256
+BATCHES_KEPT = 2048
+"""Batches behind the last links whose facts are kept, at least."""
 DIGEST_BYTES = 8
 
 _Given = dict[str, tuple[int, ...]]
 """Token ids that requests were given, by request id."""
 
 
-@dataclass(frozen=True)
-class RequestFacts:
+class RequestFacts(NamedTuple):
     """What the batches of one link did to one request.
 
     Attributes:
@@ -47,13 +47,26 @@ class RequestFacts:
     finished: str = ""
 
 
+class Stretch(NamedTuple):
+    """Batches of a link on end that are of the same requests, by the same choice.
+
+    Attributes:
+        first: how many batches of the link come before it.
+        choice: the tree policy of the steps, and what it was chosen by; empty for prefill.
+        members: of each batch, as indices into the link's requests.
+    """
+
+    first: int
+    choice: str
+    members: tuple[int, ...]
+
+
 class StepFacts(NamedTuple):
     """One batch of a link.
 
     Attributes:
         forward: its number.
-        choice: the tree policy of the step, and what it was chosen by; empty for prefill.
-        members: of the batch, as indices into the link's requests.
+        choice, members: as of a `Stretch`.
         given: output tokens of each of them after it.
     """
 
@@ -63,38 +76,55 @@ class StepFacts(NamedTuple):
     given: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class LinkFacts:
-    """What the batches of one link did.
+class LinkFacts(NamedTuple):
+    """What the batches of one link did, in the lists in which it was noted.
 
     Attributes:
-        steps: in their order.
+        forwards: number of each batch, in their order.
+        given: output tokens of each member after each batch, batch by batch.
+        stretches: of these batches, in their order; the first begins with the first batch.
         requests: of all of them, in the order in which they first came.
         free_slots: the KV allocator's count after the last.
     """
 
-    steps: tuple[StepFacts, ...]
-    requests: tuple[RequestFacts, ...]
+    forwards: Sequence[int]
+    given: Sequence[int]
+    stretches: Sequence[Stretch]
+    requests: Sequence[RequestFacts]
     free_slots: int
 
     def encoded(self) -> bytes:
         """All of it, so that no two links are encoded alike: numbers and tokens as they lie in
         memory, which takes half the time that their text takes, each list behind its length."""
-        numbers = [self.free_slots, len(self.steps), len(self.requests)]
-        for forward, _, members, given in self.steps:
-            numbers += (forward, len(members), *members, len(given), *given)
-        for r in self.requests:
-            numbers += (r.begun, r.length, len(r.tokens), len(r.slots), *r.slots)
-        names = [choice for _, choice, _, _ in self.steps]
-        for r in self.requests:
-            names += (r.rid, r.finished)
-        tokens = [r.tokens.tobytes() for r in self.requests]
+        forwards, given, stretches, requests, free_slots = self
+        numbers = [free_slots, len(forwards), len(given), len(stretches), len(requests)]
+        numbers += forwards
+        numbers += given
+        names = []
+        for first, choice, members in stretches:
+            numbers += (first, len(members), *members)
+            names.append(choice)
+        tokens = []
+        for rid, begun, added, length, slots, finished in requests:
+            numbers += (begun, length, len(added), len(slots), *slots)
+            names += (rid, finished)
+            tokens.append(added.tobytes())
         return b"".join((array("q", numbers).tobytes(), *tokens, repr(names).encode()))
+
+    def steps(self) -> Iterator[StepFacts]:
+        """Batch by batch."""
+        ends = [*[stretch.first for stretch in self.stretches[1:]], len(self.forwards)]
+        at = 0
+        for (first, choice, members), end in zip(self.stretches, ends, strict=True):
+            for forward in self.forwards[first:end]:
+                given = tuple(self.given[at : at + len(members)])
+                at += len(members)
+                yield StepFacts(forward, choice, members, given)
 
     def emitted(self) -> Iterator[_Given]:
         """By step: token ids that each request was given, by request id."""
         reached = [request.begun for request in self.requests]
-        for step in self.steps:
+        for step in self.steps():
             given: _Given = {}
             for member, after in zip(step.members, step.given, strict=True):
                 request = self.requests[member]
@@ -124,24 +154,26 @@ class DigestChain:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._links: OrderedDict[int, str] = OrderedDict()
-        self._facts: OrderedDict[int, LinkFacts] = OrderedDict()
+        self._facts: deque[LinkFacts] = deque()
         self._head = b""
+        self._batches = 0  # behind the facts that are kept
         self._count = 0
         self._forgotten = 0
 
     def add(self, facts: LinkFacts) -> str:
         """Adds the link of batches up to the last one of `facts`; returns it as hex."""
-        forward = facts.steps[-1].forward
+        forward = facts.forwards[-1]
         head = hashlib.blake2b(facts.encoded(), key=self._head, digest_size=DIGEST_BYTES).digest()
         with self._lock:
             self._head = head
             self._count += 1
             self._links[forward] = head.hex()
-            self._facts[forward] = facts
+            self._facts.append(facts)
+            self._batches += len(facts.forwards)
+            while self._batches - len(self._facts[0].forwards) >= BATCHES_KEPT:
+                self._batches -= len(self._facts.popleft().forwards)
             while len(self._links) > LINKS_KEPT:
                 self._forgotten, _ = self._links.popitem(last=False)
-            while len(self._facts) > FACTS_KEPT:
-                self._facts.popitem(last=False)
         return head.hex()
 
     def head(self) -> tuple[int, int]:
@@ -162,7 +194,8 @@ class DigestChain:
     def facts(self, forward: int) -> LinkFacts | None:
         """The facts behind a recent link; None if it is too old or does not exist."""
         with self._lock:
-            return self._facts.get(forward)
+            kept = (facts for facts in reversed(self._facts) if facts.forwards[-1] == forward)
+            return next(kept, None)
 
 
 def explain_difference(one: LinkFacts | None, other: LinkFacts | None, link: int) -> str:
@@ -174,7 +207,7 @@ def explain_difference(one: LinkFacts | None, other: LinkFacts | None, link: int
     """
     if one is None or other is None:
         return f"forward {link} or shortly before: the facts behind it are no longer kept"
-    steps = zip(one.steps, other.steps, one.emitted(), other.emitted(), strict=False)
+    steps = zip(one.steps(), other.steps(), one.emitted(), other.emitted(), strict=False)
     for a, b, gave, gave_other in steps:
         words = _difference_of_steps(a, b, gave, gave_other)
         if words:
@@ -196,8 +229,8 @@ def _difference_of_steps(a: StepFacts, b: StepFacts, gave: _Given, gave_other: _
 
 
 def _difference_at_end(one: LinkFacts, other: LinkFacts) -> str:
-    if len(one.steps) != len(other.steps):
-        return f"links of {len(one.steps)} and {len(other.steps)} batches"
+    if len(one.forwards) != len(other.forwards):
+        return f"links of {len(one.forwards)} and {len(other.forwards)} batches"
     if one.free_slots != other.free_slots:
         return f"free KV slots {one.free_slots} and {other.free_slots}"
     for a, b in zip(one.requests, other.requests, strict=True):

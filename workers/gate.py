@@ -44,6 +44,9 @@ class SchedulerView(Protocol):
     def launched(self) -> int:
         """Batches launched so far; equal on all ranks at a boundary."""
 
+    def running_at(self) -> int:
+        """`launched` while requests run for certain, else -1: then ask `idle`."""
+
     def idle(self) -> bool:
         """Whether nothing is running, queued or in flight."""
 
@@ -95,6 +98,7 @@ class StepGate:
         self._ledger = LeaseLedger(timeout_s, clock)
         self._changed = threading.Condition()
         self._wake_line = WakeLine()
+        self._napping = False
         self._offers = 0
         self._reports_at: list[int] = []  # batches at which those in `await_due` return
         self._iterations = 0
@@ -118,17 +122,19 @@ class StepGate:
             leases that begin with this iteration, to go in front of its requests.
         """
         assert self._rank == 0, "only rank 0 decides at the gate"
-        launched = scheduler.launched()
-        self._note_stand(launched)
-        try:
-            return self._pull(scheduler, launched)
-        finally:
-            self._left_at = self._clock()
-
-    def _pull(self, scheduler: SchedulerView, launched: int) -> list[LeaseBegins]:
-        if launched < self._quiet_until and not scheduler.idle():
+        now = self._clock()
+        if now - self._left_at > STAND_S:
+            self._note_stand(now - self._left_at, scheduler.launched())
+        self._left_at = now
+        launched = scheduler.running_at()
+        if -1 < launched < self._quiet_until:
             self._launched = launched
             return []
+        begins = self._pull(scheduler)
+        self._left_at = self._clock()
+        return begins
+
+    def _pull(self, scheduler: SchedulerView) -> list[LeaseBegins]:
         begins: list[LeaseBegins] = []
         while True:
             busy = self._has_work(scheduler)
@@ -137,11 +143,12 @@ class StepGate:
                 self._launched = launched
                 boundary = self._ledger.boundary(launched, busy)
                 begins += [LeaseBegins(lease, launched) for lease in boundary.begins]
-                # Not at every step: who wakes for nothing takes the interpreter's lock meanwhile.
-                if self._report_due():
-                    self._changed.notify_all()
+                if not begins:  # Else when they have begun, so that the report has that.
+                    self._wake_reporters()
                 if boundary.go or begins:
-                    self._quiet_until = self._next_event(launched)
+                    self._quiet_until = self._ledger.quiet_until()
+                    if not self._report_due():  # Else they are awake, and say when to stop again.
+                        self._quiet_until = min(self._quiet_until, *self._reports_at, math.inf)
                     return begins
                 self._wait_for_lease(boundary.wait_s)
 
@@ -152,10 +159,12 @@ class StepGate:
             RanksDiverged: rank 0 has launched another number of batches than this rank.
         """
         self._iterations += 1
-        self._launched = scheduler.launched()
+        if not requests:
+            return requests
         messages = [request for request in requests if isinstance(request, LeaseBegins)]
         if not messages:
             return requests
+        self._launched = scheduler.launched()
         for message in messages:
             self._check_step(message)
             if any(command.drain for command in message.lease.commands):
@@ -163,6 +172,8 @@ class StepGate:
             self._begin(message.lease)
             self._policy = message.lease.policy
             self._epoch, self._seq = message.lease.epoch, message.lease.seq
+        with self._changed:
+            self._wake_reporters()
         return [request for request in requests if not isinstance(request, LeaseBegins)]
 
     # ------------------------------------------------------------------ control threads
@@ -177,14 +188,18 @@ class StepGate:
         """The controller of `epoch` lets go: the replica runs freely and says so."""
         with self._changed:
             self._ledger.detach(epoch)
-            self._notify()
+            self._quiet_until = 0
+            self._wake()
 
     def offer(self, lease: Lease) -> None:
         """Queues a lease; raises `LeaseRefused` as the ledger does."""
         with self._changed:
             self._ledger.offer(lease)
             self._offers += 1
-            self._notify()
+            # Else it begins where the present one ends: there the loop stops anyway.
+            if self._ledger.pending(self._launched):
+                self._quiet_until = 0
+            self._wake()
 
     def await_due(self, timeout_s: float, seen: int, every: int) -> None:
         """Waits for a reason to report.
@@ -192,19 +207,19 @@ class StepGate:
         That is: the next lease is due, `every` batches were launched since `seen`, a lease was
         offered meanwhile, or time is up.
         """
-        deadline = self._clock() + timeout_s
+        deadline, batches = self._clock() + timeout_s, seen + every
         with self._changed:
             offers = self._offers
-            self._reports_at.append(seen + every)
-            self._quiet_until = 0
+            self._reports_at.append(batches)
             try:
-                while not self._report_due() and self._offers == offers:
+                while not self._due_at(batches) and self._offers == offers:
                     left = deadline - self._clock()
                     if left <= 0:
                         return
+                    self._quiet_until = min(self._quiet_until, batches)
                     self._changed.wait(left)
             finally:
-                self._reports_at.remove(seen + every)
+                self._reports_at.remove(batches)
 
     def view(self) -> LeaseView:
         """The ledger as rank 0 sees it; meaningless on other ranks."""
@@ -212,14 +227,13 @@ class StepGate:
             return self._ledger.view(self._launched)
 
     def counters(self) -> dict[str, Any]:
-        """Any rank's own count: iterations, launched batches, lease in force, seconds waited.
+        """Any rank's own count: iterations, lease in force, seconds waited.
 
         Of rank 0 also `stood_s`, the time of iterations longer than `STAND_S`, and `stands`, the
         last of these: when each ended (seconds since 1970), how long it took, batches by then.
         """
         return {
             "iterations": self._iterations,
-            "forwards": self._launched,
             "epoch": self._epoch,
             "seq": self._seq,
             "policy": self._policy,
@@ -231,12 +245,10 @@ class StepGate:
 
     # ------------------------------------------------------------------ inside
 
-    def _note_stand(self, launched: int) -> None:
+    def _note_stand(self, took_s: float, launched: int) -> None:
         """At the end of an iteration of rank 0, which sleeps and waits for leases between two."""
-        took_s = self._clock() - self._left_at
-        if took_s > STAND_S:
-            self._stood_s += took_s
-            self._stands.append((time.time(), took_s, launched))
+        self._stood_s += took_s
+        self._stands.append((time.time(), took_s, launched))
 
     def _has_work(self, scheduler: SchedulerView) -> bool:
         """Whether this iteration may launch a batch; an idle scheduler sleeps here first."""
@@ -244,10 +256,13 @@ class StepGate:
             return True
         with self._changed:
             nap_s = 0.0 if self._ledger.pending(scheduler.launched()) else IDLE_WAIT_S
+            self._napping = nap_s > 0
         begun = self._clock()
         arrived = scheduler.input_waits(nap_s, self._wake_line.descriptor)
         self._idle_s += self._clock() - begun
-        self._wake_line.clear()
+        with self._changed:
+            self._napping = False
+            self._wake_line.clear()
         return arrived
 
     def _wait_for_lease(self, wait_s: float) -> None:
@@ -258,21 +273,23 @@ class StepGate:
 
     def _report_due(self) -> bool:
         """Holds the lock: whether somebody who waits for a reason to report has one."""
-        waited = bool(self._reports_at)
-        return waited and (
-            self._launched >= min(self._reports_at) or self._ledger.due_next(self._launched)
-        )
+        return bool(self._reports_at) and self._due_at(min(self._reports_at))
 
-    def _next_event(self, launched: int) -> float:
-        """Holds the lock: batches at which there is something to do here, if nobody calls."""
-        reports = (at for at in self._reports_at if at > launched)
-        return min(self._ledger.quiet_until(launched), *reports, math.inf)
+    def _due_at(self, batches: int) -> bool:
+        """Holds the lock: whether a report is due to who wants one at so many batches."""
+        return self._launched >= batches or self._ledger.due_next()
 
-    def _notify(self) -> None:
-        """Holds the lock: wakes the loop, wherever it waits."""
-        self._quiet_until = 0
+    def _wake_reporters(self) -> None:
+        """Holds the lock. Nobody is woken for nothing: who wakes takes the interpreter's lock from
+        the loop."""
+        if self._report_due():
+            self._changed.notify_all()
+
+    def _wake(self) -> None:
+        """Holds the lock: wakes the loop, wherever it waits, and who waits in `await_due`."""
         self._changed.notify_all()
-        self._wake_line.ring()
+        if self._napping:
+            self._wake_line.ring()
 
     def _check_step(self, message: LeaseBegins) -> None:
         if message.launched != self._launched:

@@ -15,7 +15,7 @@ import zmq
 
 from overstory.workers.death_note import LastWill
 from overstory.workers.gate import StepGate
-from overstory.workers.scheduler_view import SglangScheduler, already_processed, choice_of
+from overstory.workers.scheduler_view import SglangScheduler, already_processed
 from overstory.workers.seam.errors import SeamError
 from overstory.workers.seam.patches import Patch, hook
 from overstory.workers.step_notes import StepNotes
@@ -128,7 +128,7 @@ def _process(original: Callable[..., Any], scheduler: Any, batch: Any, result: A
     notes = _hooked().notes
     outcome = original(scheduler, batch, result)
     assert notes is not None
-    notes.note(batch, choice_of(result))
+    notes.note(batch, result)
     return outcome
 
 

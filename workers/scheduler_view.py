@@ -7,14 +7,11 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from overstory.workers.digest import DigestChain
-from overstory.workers.step_notes import StepNotes
+from overstory.workers.step_notes import CHOICE, StepNotes
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
-
-_CHOICE = "_overstory_choice"
-"""Attribute on a batch result: the step's tree policy, with what it was chosen by."""
 
 _PROCESSED = "_overstory_processed"
 """Attribute on a batch result that a drain has taken in before its turn."""
@@ -42,6 +39,13 @@ class SglangScheduler:
     def launched(self) -> int:
         """Batches launched so far."""
         return int(self._scheduler.forward_ct)
+
+    def running_at(self) -> int:
+        """`launched` while requests run for certain, else -1: then ask `idle`."""
+        scheduler = self._scheduler
+        if scheduler.running_batch.reqs and not scheduler._engine_paused:
+            return scheduler.forward_ct
+        return -1
 
     def idle(self) -> bool:
         """Whether nothing is running, queued or in flight (or SGLang was told to pause)."""
@@ -123,12 +127,7 @@ class SglangScheduler:
 
 def note_choice(result: Any, choice: str) -> None:
     """Keeps with a decode step's result what its tree policy was and was chosen by."""
-    setattr(result, _CHOICE, choice)
-
-
-def choice_of(result: Any) -> str:
-    """What `note_choice` kept with the result; empty for a prefill's."""
-    return str(getattr(result, _CHOICE, ""))
+    setattr(result, CHOICE, choice)
 
 
 def already_processed(result: Any) -> bool:

@@ -4,6 +4,9 @@ A step that a GPU runs in a millisecond is paid for in full by what the host doe
 batch is only noted (who was in it, how long each output is), and what lies behind a few notes is
 read, and hashed, at once: when there are `STEPS` of them, when a request of a batch has ended, and
 at each boundary where a lease begins. All of that comes at the same batch on all ranks.
+
+Between two steps an engine leaves little of this in the caches, where each call of a function costs
+several times what it costs in a loop: so a note is a few calls, and a link holds many.
 """
 
 from __future__ import annotations
@@ -11,18 +14,26 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from overstory.workers.digest import DigestChain, LinkFacts, RequestFacts, StepFacts
+from overstory.workers.digest import DigestChain, LinkFacts, RequestFacts, Stretch
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-STEPS = 8
-"""Batches of a link, at most."""
+STEPS = 64
+"""Batches of a link, at most: a lease of the usual length, whose begin makes a link anyway."""
+
+CHOICE = "_overstory_choice"
+"""Attribute on a batch result: the step's tree policy, with what it was chosen by. A prefill's has
+none."""
 
 _SEEN = "_overstory_seen"
 """Attribute on SGLang's Req: (output tokens, committed positions) that earlier links cover."""
+
+_output_of: Callable[[Any], Any] = attrgetter("output_ids")
+_end_of: Callable[[Any], Any] = attrgetter("finished_reason")
 
 
 class StepNotes:
@@ -43,40 +54,49 @@ class StepNotes:
         self._chain = chain
         self._slots = slots
         self._free_slots = free_slots
-        self._notes: list[tuple[int, str, tuple[Req, ...], tuple[int, ...]]] = []
+        self._begin()
         self._noted = 0
         self._spent_ns = 0
 
-    def note(self, batch: Any, choice: str) -> None:
-        """The results of a batch were taken in; ``choice``: see `StepFacts`."""
-        begun = time.perf_counter_ns()
-        reqs = tuple(batch.reqs)
-        given = tuple([len(req.output_ids) for req in reqs])
-        self._notes.append((batch.forward_iter, choice, reqs, given))
-        self._noted += 1
-        ended = [req for req in reqs if req.finished_reason is not None]
-        if ended or len(self._notes) == STEPS:
+    def _begin(self) -> None:
+        """A new link."""
+        self._forwards: list[int] = []
+        self._given: list[int] = []
+        self._stretches: list[tuple[int, str, list[Req]]] = []
+        self._reqs: list[Req] | None = None
+        self._choice = ""
+
+    def note(self, batch: Any, result: Any) -> None:
+        """The results of a batch were taken in."""
+        reqs, choice = batch.reqs, getattr(result, CHOICE, "")
+        forwards = self._forwards
+        if reqs != self._reqs or choice != self._choice:  # Mostly they are the same ones.
+            self._reqs, self._choice = [*reqs], choice  # SGLang adds to a list of its own.
+            self._stretches.append((len(forwards), choice, self._reqs))
+        forwards.append(batch.forward_iter)
+        self._given.extend(map(len, map(_output_of, reqs)))
+        if len(forwards) == STEPS or any(map(_end_of, reqs)):
             self.close()
-        self._spent_ns += time.perf_counter_ns() - begun
 
     def close(self) -> None:
         """Makes a link of what was noted since the last one; none if that is nothing."""
-        if not self._notes:
+        forwards, given = self._forwards, self._given
+        if not forwards:
             return
-        notes, self._notes = self._notes, []
+        begun = time.perf_counter_ns()
         number: dict[Req, int] = {}
-        last: tuple[Req, ...] = ()
-        members: tuple[int, ...] = ()
-        steps = []
-        for forward, choice, reqs, given in notes:
-            if reqs != last:  # Mostly they are the same ones.
-                last, members = reqs, tuple([number.setdefault(r, len(number)) for r in reqs])
-            steps.append(StepFacts(forward, choice, members, given))
-        requests = tuple([self._facts(req) for req in number])
-        self._chain.add(LinkFacts(tuple(steps), requests, self._free_slots()))
+        stretches = []
+        for first, choice, reqs in self._stretches:
+            members = tuple([number.setdefault(req, len(number)) for req in reqs])
+            stretches.append(Stretch(first, choice, members))
+        self._begin()
+        requests = [self._facts(req) for req in number]
+        self._chain.add(LinkFacts(forwards, given, stretches, requests, self._free_slots()))
+        self._noted += len(forwards)
+        self._spent_ns += time.perf_counter_ns() - begun
 
     def mean_us(self) -> float:
-        """Microseconds that a batch has cost on average."""
+        """Microseconds of making links, for each batch on average; a note itself is not timed."""
         return round(self._spent_ns / 1000 / self._noted, 1) if self._noted else 0.0
 
     def _facts(self, req: Req) -> RequestFacts:

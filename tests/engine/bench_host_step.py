@@ -22,6 +22,7 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,8 @@ class MadeUpSteps(dict[Any, Any]):
     def __init__(self, graphs: Any, block_size: int) -> None:
         super().__init__()
         self._graphs, self._block_size = graphs, block_size
+        self.between: Callable[[], None] | None = None
+        """Called at each step."""
 
     def __missing__(self, shape: Any) -> Any:
         from overstory.workers.ddtree.step_graph import _packed, _Raw
@@ -102,6 +105,8 @@ class MadeUpSteps(dict[Any, Any]):
 
         def replay() -> Any:
             turn[0] += 1
+            if self.between is not None:
+                self.between()
             given, path, packed = answers[turn[0] % len(answers)]
             rows_kept.copy_(path)
             raw.packed.copy_(packed)
@@ -119,24 +124,26 @@ class HostRank(Rank):
     slots = 160_000
     parts = False
 
-    def make_up_steps(self, sizes: list[int]) -> None:
-        """After the start, before the first request."""
-        from overstory.workers.ddtree.graph_tiers import GraphTiers, tier_rows
-        from overstory.workers.ddtree.step_graph import StepGraphs, StepInputs
 
-        worker = self.scheduler.draft_worker
-        limits = worker.limits
-        rows = tier_rows(limits.max_rows, limits.block_size)
-        worker._tiers = GraphTiers(worker.model_runner, dict.fromkeys(rows))
-        graphs = StepGraphs.__new__(StepGraphs)
-        graphs._worker, graphs._sizes, graphs._speculate = worker, sizes, []
-        graphs._inputs = StepInputs(sizes[-1], "cpu")
-        graphs._steps, graphs._landings = MadeUpSteps(graphs, limits.block_size), {}
-        worker._step_graphs, worker.timed = graphs, False
-        worker.chooser.captured(worker._tiers.tier)
-        worker.chooser._host_waits = False
-        tree_policy.HOLDER.automatic = True
-        worker.chooser.start(cost_table(worker.chooser.options), FLOOR)
+def made_up_steps(scheduler: Any, sizes: list[int]) -> None:
+    """Has a scheduler take made-up steps for up to so many requests. After its start, before the
+    first request."""
+    from overstory.workers.ddtree.graph_tiers import GraphTiers, tier_rows
+    from overstory.workers.ddtree.step_graph import StepGraphs, StepInputs
+
+    worker = scheduler.draft_worker
+    limits = worker.limits
+    rows = tier_rows(limits.max_rows, limits.block_size)
+    worker._tiers = GraphTiers(worker.model_runner, dict.fromkeys(rows))
+    graphs = StepGraphs.__new__(StepGraphs)
+    graphs._worker, graphs._sizes, graphs._speculate = worker, sizes, []
+    graphs._inputs = StepInputs(sizes[-1], "cpu")
+    graphs._steps, graphs._landings = MadeUpSteps(graphs, limits.block_size), {}
+    worker._step_graphs, worker.timed = graphs, False
+    worker.chooser.captured(worker._tiers.tier)
+    worker.chooser._host_waits = False
+    tree_policy.HOLDER.automatic = True
+    worker.chooser.start(cost_table(worker.chooser.options), FLOOR)
 
 
 class LoopProfile:
@@ -222,7 +229,7 @@ def main() -> None:
     os.environ[POLICY_ENV] = "tree-63"
     prepare_process("cpu", 1)
     rank = HostRank("tree-63", max(requests), options.lease_steps)
-    rank.make_up_steps([1, 2, 4, 8, 16, 32])
+    made_up_steps(rank.scheduler, [1, 2, 4, 8, 16, 32])
     profile = LoopProfile(rank) if options.profile else None
     for _ in range(options.rounds):
         for policy in policies:

@@ -279,32 +279,47 @@ class Leases:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
-    def __enter__(self) -> None:
-        from overstory.orchestrator.lease import Lease
+    def notes(self) -> Any:
+        """What notes the batches."""
         from overstory.workers.digest import DigestChain
+
+        return self._engine._view.notes(DigestChain())
+
+    def gate(self, notes: Any) -> Any:
+        """The gate, whose leases begin with a link of ``notes``."""
         from overstory.workers.gate import StepGate
-        from overstory.workers.scheduler_view import choice_of
+
+        return StepGate(0, 30.0, lambda lease: notes.close())
+
+    def __enter__(self) -> None:
+        from overstory.orchestrator.controller import REPORT_WAIT_S
+        from overstory.orchestrator.lease import Lease
+        from overstory.workers.scheduler_view import SglangScheduler
+
+        class View(SglangScheduler):
+            def input_waits(self, timeout_s: float, wake_line: int) -> bool:
+                return True  # The harness has no sockets to sleep on: it waits when it is asked.
 
         engine = self._engine
-        view, receiver = engine._view, engine._gate
-        notes = view.notes(DigestChain())
-        gate = StepGate(0, 30.0, lambda lease: notes.close())
+        view, receiver = View(engine.scheduler), engine._gate
+        notes = self.notes()
+        gate = self.gate(notes)
         self._given = receiver.recv_requests, engine.scheduler.process_batch_result
         receive, process = self._given
 
         def recv_requests() -> list[Any]:
-            if view.idle():  # the harness has no sockets to sleep on
-                return receive()
             begins = gate.before_pull(view)
-            return gate.after_broadcast([*begins, *receive()], view)
+            pulled = receive()
+            return gate.after_broadcast([*begins, *pulled] if begins else pulled, view)
 
         def process_batch_result(batch: Any, result: Any) -> None:
             process(batch, result)
-            notes.note(batch, choice_of(result))
+            notes.note(batch, result)
 
         receiver.recv_requests = recv_requests
         engine.scheduler.process_batch_result = process_batch_result
         epoch, self._ending = gate.attach(), threading.Event()
+        self._detach = lambda: gate.detach(epoch)
 
         def grant() -> None:
             seq = 0
@@ -312,13 +327,14 @@ class Leases:
                 if seq == 0 or gate.view().wants_next:
                     seq += 1
                     gate.offer(Lease(epoch, seq, self.STEPS, "tree-31"))
-                gate.await_due(0.05, view.launched(), self.STEPS)
+                gate.await_due(REPORT_WAIT_S, view.launched(), self.STEPS)
 
         self._thread = threading.Thread(target=grant, daemon=True)
         self._thread.start()
 
     def __exit__(self, *_error: object) -> None:
         self._ending.set()
+        self._detach()
         self._thread.join(5)
         receive, process = self._given
         self._engine._gate.recv_requests = receive

@@ -13,7 +13,7 @@ from overstory.orchestrator.lease import Command
 from overstory.orchestrator.rank_directory import RankGone
 from overstory.orchestrator.spec import ControlSpec
 from overstory.workers import digest
-from overstory.workers.digest import DigestChain, LinkFacts, StepFacts
+from overstory.workers.digest import DigestChain, LinkFacts, Stretch
 from overstory.workers.gate import StepGate
 
 DEADLINE_S = 10.0
@@ -50,6 +50,9 @@ class FakeReplica:
     def launched(self):
         return self.forwards
 
+    def running_at(self):
+        return self.forwards
+
     def idle(self):
         return False
 
@@ -58,7 +61,7 @@ class FakeReplica:
 
     def step(self, free_slots=ALIKE):
         """One iteration with a batch on both ranks; False if the gate would wait."""
-        view, seen = self.gates[0].view(), self.gates[0].counters()["forwards"]
+        view, seen = self.gates[0].view(), self.gates[0]._launched
         left = view.remaining - (self.forwards - seen)
         if view.mode != "unmanaged" and left <= 0 and not view.queued:
             return False
@@ -67,8 +70,7 @@ class FakeReplica:
             gate.after_broadcast(list(begins), self)
         self.forwards += 1
         for chain, free in zip(self.chains, free_slots, strict=True):
-            step = StepFacts(self.forwards, "plain", (), ())
-            chain.add(LinkFacts((step,), (), free))
+            chain.add(LinkFacts([self.forwards], [], [Stretch(0, "plain", ())], [], free))
         return True
 
     def _begin(self, rank):

@@ -11,7 +11,7 @@ from overstory.workers.digest import (
     LinkFacts,
     LinksKept,
     RequestFacts,
-    StepFacts,
+    Stretch,
     explain_difference,
 )
 
@@ -19,7 +19,7 @@ from overstory.workers.digest import (
 def facts(forward, token=7, length=9, slots=(3,), free=10, choice="chain"):
     """A link of one batch that gave one token."""
     request = RequestFacts("r", 4, array("q", [token]), length, slots)
-    return LinkFacts((StepFacts(forward, choice, (0,), (5,)),), (request,), free)
+    return LinkFacts([forward], [5], [Stretch(0, choice, (0,))], [request], free)
 
 
 def links(*names, start=1, forgotten=0):
@@ -172,37 +172,51 @@ def test_no_two_links_are_encoded_alike():
     """Whatever stands in one list instead of the next one, or is split differently."""
     tokens = array("q", [5, 6])
 
-    def one(steps, requests, free=1):
-        return LinkFacts(tuple(StepFacts(*s) for s in steps), tuple(map(request, requests)), free)
+    def one(forwards, given, stretches, requests, free=1):
+        stretches = [Stretch(*fields) for fields in stretches]
+        return LinkFacts(forwards, given, stretches, list(map(request, requests)), free)
 
     def request(fields):
         rid, begun, given, length, slots, finished = fields
         return RequestFacts(rid, begun, array("q", given), length, slots, finished)
 
-    step, plain = (3, "chain", (0,), (2,)), ("r", 4, tokens, 9, (7, 8), "")
+    chain, plain = (0, "chain", (0,)), ("r", 4, tokens, 9, (7, 8), "")
     different = [
-        one([step], [plain]),
-        one([step], [plain], free=2),
-        one([(4, *step[1:])], [plain]),
-        one([(3, "plain", (0,), (2,))], [plain]),
-        one([(3, "chain", (0, 2), ())], [plain]),
-        one([(3, "chain", (), (0, 2))], [plain]),
-        one([(3, "chain", (), ()), (0, "", (2,), ())], [plain]),
-        one([step, step], [plain]),
-        one([step], [("s", *plain[1:])]),
-        one([step], [("r", 5, *plain[2:])]),
-        one([step], [("r", 4, [6, 5], 9, (7, 8), "")]),
-        one([step], [("r", 4, [5], 9, (7, 8), "")]),
-        one([step], [("r", 4, [5, 6, 7], 9, (8,), "")]),
-        one([step], [("r", 4, tokens, 8, (7, 8), "")]),
-        one([step], [("r", 4, tokens, 9, (7,), "")]),
-        one([step], [("r", 4, tokens, 9, (7, 8), "x")]),
-        one([step], [("rx", 4, tokens, 9, (7, 8), "")]),
-        one([step], [("", 4, tokens, 9, (7, 8), "r")]),
-        one([step], [plain, ("", 0, [], 0, (), "")]),
-        one([step], []),
-        one([], [plain]),
+        one([3], [2], [chain], [plain]),
+        one([3], [2], [chain], [plain], free=2),
+        one([4], [2], [chain], [plain]),
+        one([3], [2], [(0, "plain", (0,))], [plain]),
+        one([3], [], [(0, "chain", (0, 2))], [plain]),
+        one([3], [0, 2], [(0, "chain", ())], [plain]),
+        one([3, 2], [], [chain], [plain]),
+        one([], [3, 2], [chain], [plain]),
+        one([3, 0], [2], [(0, "chain", ()), (0, "", (2,))], [plain]),
+        one([3, 3], [2, 2], [chain], [plain]),
+        one([3, 3], [2, 2], [chain, (1, "chain", (0,))], [plain]),
+        one([3], [2], [chain], [("s", *plain[1:])]),
+        one([3], [2], [chain], [("r", 5, *plain[2:])]),
+        one([3], [2], [chain], [("r", 4, [6, 5], 9, (7, 8), "")]),
+        one([3], [2], [chain], [("r", 4, [5], 9, (7, 8), "")]),
+        one([3], [2], [chain], [("r", 4, [5, 6, 7], 9, (8,), "")]),
+        one([3], [2], [chain], [("r", 4, tokens, 8, (7, 8), "")]),
+        one([3], [2], [chain], [("r", 4, tokens, 9, (7,), "")]),
+        one([3], [2], [chain], [("r", 4, tokens, 9, (7, 8), "x")]),
+        one([3], [2], [chain], [("rx", 4, tokens, 9, (7, 8), "")]),
+        one([3], [2], [chain], [("", 4, tokens, 9, (7, 8), "r")]),
+        one([3], [2], [chain], [plain, ("", 0, [], 0, (), "")]),
+        one([3], [2], [chain], []),
+        one([], [], [], [plain]),
     ]
     encoded = [link.encoded() for link in different]
     assert len(set(encoded)) == len(different)
-    assert one([step], [plain]).encoded() == encoded[0]
+    assert one([3], [2], [chain], [plain]).encoded() == encoded[0]
+
+
+def test_facts_are_kept_by_the_batches_behind_them(monkeypatch):
+    monkeypatch.setattr(digest, "BATCHES_KEPT", 3)
+    chain = DigestChain()
+    for forward in (2, 4, 6, 8):
+        chain.add(LinkFacts([forward - 1, forward], [], [Stretch(0, "", ())], [], 1))
+    assert [forward for forward in (2, 4, 6, 8) if chain.facts(forward)] == [6, 8]
+    chain.add(facts(9))
+    assert [forward for forward in (6, 8, 9) if chain.facts(forward)] == [8, 9]

@@ -11,7 +11,7 @@ from peer_process import CPU, group
 
 from overstory.orchestrator.local_ray import free_port
 from overstory.workers.collectives import CollectiveError, Communicator
-from overstory.workers.digest import DigestChain, LinkFacts, RequestFacts, StepFacts
+from overstory.workers.digest import DigestChain, LinkFacts, RequestFacts, Stretch
 from overstory.workers.digest_gather import DigestGather
 from overstory.workers.gate import RanksDiverged
 
@@ -27,7 +27,7 @@ def _gather(comm: Communicator, chain: DigestChain) -> DigestGather:
 
 def _step(forward: int, token: int) -> LinkFacts:
     request = RequestFacts("r", 0, array("q", [token]), 5, (1, 2))
-    return LinkFacts((StepFacts(forward, "chain", (0,), (1,)),), (request,), free_slots=7)
+    return LinkFacts([forward], [1], [Stretch(0, "chain", (0,))], [request], free_slots=7)
 
 
 def _rank_1(comm: Communicator) -> str:

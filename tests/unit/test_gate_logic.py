@@ -26,6 +26,9 @@ class Scheduler:
     def launched(self):
         return self.count
 
+    def running_at(self):
+        return self.count if self.busy else -1
+
     def idle(self):
         return not self.busy
 
@@ -172,8 +175,10 @@ def test_a_rank_that_stands_elsewhere_fails_at_once():
 def test_a_report_is_due_after_some_batches_or_when_a_lease_is_wanted_or_offered(gate):
     scheduler = Scheduler()
     epoch = gate.attach()
-    gate.offer(Lease(epoch, 1, 100, "plain"))
+    gate.offer(Lease(epoch, 1, 50, "plain"))
     run_iteration(gate, scheduler)
+    gate.await_due(60.0, seen=0, every=1000)  # A lease has begun: the next one is wanted.
+    gate.offer(Lease(epoch, 2, 100, "plain"))
     thread, _ = background(lambda: gate.await_due(60.0, seen=0, every=10))
     thread.join(0.05)
     assert thread.is_alive()
@@ -181,33 +186,66 @@ def test_a_report_is_due_after_some_batches_or_when_a_lease_is_wanted_or_offered
         run_iteration(gate, scheduler)
     finish(thread)
     thread, _ = background(lambda: gate.await_due(60.0, seen=10, every=1000))
-    while scheduler.count < 53:
+    wait_for(lambda: gate._reports_at)
+    while scheduler.count < 50:
         run_iteration(gate, scheduler)
+    assert thread.is_alive()
+    run_iteration(gate, scheduler)
     finish(thread)
-    gate.offer(Lease(epoch, 2, 100, "plain"))
+    gate.offer(Lease(epoch, 3, 100, "plain"))
     thread, _ = background(lambda: gate.await_due(60.0, seen=53, every=1000))
     thread.join(0.05)
     assert thread.is_alive()
-    gate.offer(Lease(epoch, 3, 100, "plain"))
+    gate.offer(Lease(epoch, 4, 100, "plain"))
     finish(thread)
 
 
-def test_a_busy_loop_stops_at_the_gate_only_where_something_is_due(gate, monkeypatch):
-    """Each step pays for what is done here: a lease of 100 steps is looked at twice."""
-    scheduler, looked = Scheduler(), []
+def test_who_waits_to_report_is_woken_when_the_lease_has_begun(begun):
+    """On every rank what comes before it is linked, and its commands are carried out."""
+    seen = []
+    gate = StepGate(0, math.inf, lambda lease: begun.append(lease.seq) or finish_unless(thread))
+    scheduler = Scheduler()
+
+    def finish_unless(waiting):
+        waiting.join(0.05)
+        seen.append(waiting.is_alive())
+
+    epoch = gate.attach()
+    gate.offer(Lease(epoch, 1, 3, "plain"))
+    thread, _ = background(lambda: gate.await_due(60.0, seen=0, every=1000))
+    wait_for(lambda: gate._reports_at)
+    run_iteration(gate, scheduler)
+    finish(thread)
+    assert (begun, seen) == ([1], [True])
+
+
+@pytest.fixture
+def looked(gate, monkeypatch):
+    """Batches at which the gate looked at its leases."""
+    found = []
+    boundary = gate._ledger.boundary
+
+    def noted(launched, has_work):
+        found.append(launched)
+        return boundary(launched, has_work)
+
+    monkeypatch.setattr(gate._ledger, "boundary", noted)
+    return found
+
+
+def test_a_busy_loop_stops_at_the_gate_only_where_something_is_due(gate, looked):
+    """Each step pays for what is done here: a lease of 100 steps is looked at once."""
+    scheduler = Scheduler()
     epoch = gate.attach()
     gate.offer(Lease(epoch, 1, 100, "plain"))
-    boundary = gate._ledger.boundary
-    monkeypatch.setattr(
-        gate._ledger, "boundary", lambda *given: looked.append(scheduler.count) or boundary(*given)
-    )
     for _ in range(60):
         run_iteration(gate, scheduler)
-    assert looked == [0, 50]
+    assert looked == [0]
     assert gate.view().remaining == 41
     gate.offer(Lease(epoch, 2, 10, "plain", supersede=True))
     run_iteration(gate, scheduler)
     assert gate.counters()["seq"] == 2
+    gate.offer(Lease(epoch, 3, 10, "plain"))
     thread, _ = background(lambda: gate.await_due(60.0, seen=61, every=3))
     wait_for(lambda: gate._reports_at == [64])
     for _ in range(3):
@@ -215,7 +253,41 @@ def test_a_busy_loop_stops_at_the_gate_only_where_something_is_due(gate, monkeyp
         run_iteration(gate, scheduler)
     run_iteration(gate, scheduler)
     finish(thread)
-    assert looked[2:] == [60, 61, 64]
+    assert looked[1:] == [60, 64]
+
+
+def test_a_lease_that_comes_in_time_stops_the_loop_only_where_it_begins(gate, looked):
+    scheduler = Scheduler()
+    epoch = gate.attach()
+    gate.offer(Lease(epoch, 1, 100, "plain"))
+    for _ in range(60):
+        run_iteration(gate, scheduler)
+    gate.offer(Lease(epoch, 2, 100, "chain"))
+    for _ in range(41):
+        run_iteration(gate, scheduler)
+    assert looked == [0, 100]
+    assert (gate.counters()["seq"], gate.view().remaining) == (2, 100)
+
+
+@pytest.mark.parametrize("first", [5, 9])
+def test_each_of_several_who_wait_is_woken_at_its_batch(gate, first):
+    """One left behind by its caller waits beside the one that came after it."""
+    scheduler = Scheduler()
+    epoch = gate.attach()
+    gate.offer(Lease(epoch, 1, 100, "plain"))
+    run_iteration(gate, scheduler)
+    gate.offer(Lease(epoch, 2, 100, "plain"))
+    waiting = {}
+    for every in (first, 14 - first):
+        waiting[every], _ = background(lambda every=every: gate.await_due(60.0, 0, every))
+        wait_for(lambda every=every: every in gate._reports_at)
+    for _ in range(5):
+        run_iteration(gate, scheduler)
+    finish(waiting[5])
+    assert waiting[9].is_alive()
+    for _ in range(4):
+        run_iteration(gate, scheduler)
+    finish(waiting[9])
 
 
 def test_a_loop_that_runs_freely_is_stopped_by_who_comes(gate):

@@ -47,13 +47,28 @@ def test_a_lease_begins_at_the_next_boundary_and_counts_launched_batches_only(le
     assert not ledger.boundary(14, has_work=True).go
 
 
-def test_the_next_lease_is_wanted_when_half_of_it_remains(ledger):
+def test_the_next_lease_is_wanted_as_soon_as_one_begins(ledger):
     epoch = ledger.attach()
+    assert ledger.due_next()
     ledger.offer(lease(epoch, 1))
+    assert not ledger.due_next(), "one is queued"
     ledger.boundary(0, has_work=True)
-    assert [ledger.due_next(launched) for launched in range(5)] == [False, False, True, True, True]
+    assert ledger.due_next()
     ledger.offer(lease(epoch, 2))
-    assert not ledger.due_next(3), "one is queued"
+    assert not ledger.due_next()
+
+
+def test_a_ledger_is_quiet_until_the_present_lease_is_used_up(ledger):
+    assert ledger.quiet_until() == math.inf
+    epoch = ledger.attach()
+    ledger.offer(lease(epoch, 1, steps=4))
+    ledger.boundary(10, has_work=True)
+    ledger.offer(lease(epoch, 2, steps=3))
+    assert ledger.quiet_until() == 14
+    ledger.boundary(14, has_work=True)
+    assert ledger.quiet_until() == 17
+    ledger.detach(epoch)
+    assert ledger.quiet_until() == math.inf
 
 
 def test_a_queued_lease_begins_when_the_present_one_is_used_up(ledger):

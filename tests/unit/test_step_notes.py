@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from overstory.workers.digest import DigestChain, explain_difference
-from overstory.workers.step_notes import STEPS, StepNotes
+from overstory.workers.step_notes import CHOICE, STEPS, StepNotes
 
 
 class _Request:
@@ -45,7 +45,7 @@ class _Rank:
             request.output_ids.extend(tokens)
             request.kv_committed_len += len(tokens)
         batch = SimpleNamespace(reqs=self.requests, forward_iter=self.forward)
-        self.notes.note(batch, choice)
+        self.notes.note(batch, SimpleNamespace(**{CHOICE: choice}))
 
     def numbers(self) -> list[int]:
         """Of its links."""
@@ -62,7 +62,7 @@ def test_batches_are_linked_a_few_at_a_time_and_none_twice() -> None:
     assert rank.numbers() == [STEPS, 2 * STEPS, 2 * STEPS + 3]
     facts = rank.chain.facts(2 * STEPS + 3)
     assert facts is not None
-    assert [step.forward for step in facts.steps] == [2 * STEPS + 1, 2 * STEPS + 2, 2 * STEPS + 3]
+    assert facts.forwards == [2 * STEPS + 1, 2 * STEPS + 2, 2 * STEPS + 3]
     assert list(facts.emitted()) == [
         {"r0": (number,), "r1": (number, 7)} for number in range(2 * STEPS, 2 * STEPS + 3)
     ]
