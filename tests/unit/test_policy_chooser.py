@@ -171,24 +171,65 @@ def test_two_ranks_choose_alike_whatever_their_clocks_say() -> None:
 
 
 def test_two_ranks_whose_hosts_run_ahead_choose_alike() -> None:
-    """Batches that last, of which the ranks look at different steps: beliefs come and are asked for
-    at the same ones, and each step is the same."""
+    """Batches that last: beliefs come and are asked for at the same steps, and each is the same."""
     ranks, world, dice = FakeRanks(), World(0.9, random.Random(1)), random.Random(2)
     first, second = (StepChooser(OPTIONS, ranks.of(rank), False) for rank in (0, 1))
     for one in (first, second):
         one.start(table_of((700, 800, 810, 820, 840, 880)), 0.05)
-    whys, unseen = set(), [0, 0]
+    whys, unseen = set(), 0
     for step, now in enumerate(what_comes((first, second), dice, 6000, 300)):
         policy, told = first.next(now)
         assert second.next(now) == (policy, told), step
         assert not ranks.sent, "both asked"
         whys.update(told.split()[1:2])
-        for number, one in enumerate((first, second)):
-            unseen[number] += one._held is not None
+        assert (first._held is None) == (second._held is None), "or one looked alone"
+        unseen += first._held is not None
         walk = world.walk(OPTIONS.policies.index(policy))
         observe(first, now, walk)
     assert {"best", "probe"} <= whys
-    assert unseen[1] > unseen[0] > 500, "rank 0 looks at those that it times"
+    assert unseen > 3000
+
+
+def test_a_choice_stands_until_a_quarter_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of one kind that end one by one: few of the steps are looked at, on all ranks the
+    same; where kinds are mixed each that ends may change what is best."""
+    ranks = FakeRanks()
+    pair = [StepChooser(OPTIONS, ranks.of(rank), False) for rank in (0, 1)]
+    looks: list[list[int]] = [[], []]
+    for number, one in enumerate(pair):
+        one.start(table_of((700, 800, 810, 820, 840, 880)), 0.05)
+        assert one._auto is not None
+        one._auto.beliefs = replace(one._auto.beliefs, known=(1, 1), holds=100)
+        one._auto.since, one._auto.place = 0, 0
+        given = one._looked_at
+
+        def looked_at(auto: Any, rule: Any, now: Any, given: Any = given, at: int = number) -> Any:
+            looks[at].append(len(now.reqs))
+            return given(auto, rule, now)
+
+        monkeypatch.setattr(one, "_looked_at", looked_at)
+
+    def ends(reqs: list[Any]) -> list[int]:
+        for seen in looks:
+            seen.clear()
+        for one in pair:
+            one.interrupted()
+        while reqs:
+            for _ in range(2):
+                assert pair[0].next(batch(*reqs)) == pair[1].next(batch(*reqs))
+            reqs = reqs[1:]
+        assert looks[0] == looks[1]
+        return looks[0]
+
+    assert ends([req() for _ in range(16)]) == [16, 11, 8, 5, 3, 2, 1]
+    mixed = ends([req(1 if number % 2 else 40) for number in range(8)])
+    assert mixed == [8, 7, 6, 5, 4, 3, 2, 1]
+    alone = req()
+    pair[0].interrupted(), pair[1].interrupted()
+    for one in pair:
+        one.next(batch(alone, req(), req(), req()))
+        one.next(batch(alone, req(), req()))
+    assert looks[0][-2:] == looks[1][-2:] == [4, 3], "others than those that the choice was for"
 
 
 def test_a_fixed_policy_is_taken_as_it_is() -> None:
@@ -259,68 +300,92 @@ def test_probes_last_as_long_as_they_should(monkeypatch: pytest.MonkeyPatch) -> 
     assert "plain" not in names[5:]
 
 
-def test_launches_are_timed_where_steps_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device runs beside the host: from launch to launch, two of a kind before."""
+def timed(
+    monkeypatch: pytest.MonkeyPatch, decisions: Sequence[int], beliefs: Any
+) -> tuple[StepChooser, list[int], list[tuple[int, int, int, int]]]:
+    """A chooser whose looks decide so, what its clock shows, and what it tells of steps."""
     one = StepChooser(OPTIONS, FakeRanks().of(0), False)
     one.start(table_of(), 0.0)
     auto = one._auto
     assert auto is not None
     assert auto.steering is not None
-    monkeypatch.setattr(one, "_hold", lambda *_: None)
     seen: list[tuple[int, int, int, int]] = []
     monkeypatch.setattr(
         auto.steering,
         "observe_period",
         lambda option, shape, *times: seen.append((option, shape.batch, *times)),
     )
-    choices = iter("ccc" + "pp" + "cccc" + "ccc")
-    option = {"c": CHAIN, "p": PLAIN}
-    monkeypatch.setattr(one, "_decide", lambda *_: Decision(option[next(choices)], "best"))
-    now = itertools.count(0, 30_000_000)
-    monkeypatch.setattr(chooser.time, "perf_counter_ns", lambda: next(now))
-    sizes = [1] * 6 + [1, 2, 2] + [2, 2, 2]
-    for number, size in enumerate(sizes):
-        if number == 9:
-            one.interrupted()  # a prefill
-        one.next(batch(*[req() for _ in range(size)]))
-        one.ended(batch(req()))
-    chain, plain = (table_of().cost(o, 1, 0) for o in (CHAIN, PLAIN))
-    assert seen == [
-        (CHAIN, 1, chain, 30_000),
-        (CHAIN, 1, chain, 30_000),  # of the third, seen as the fourth begins
-        (PLAIN, 1, plain, 30_000),
-        (CHAIN, 2, table_of().cost(CHAIN, 2, 0), 30_000),
-    ]
+    coming, now = iter(decisions), [1_000_000]
+    monkeypatch.setattr(chooser.time, "perf_counter_ns", lambda: now[0])
+
+    def decide(held: Any, _rule: Any, shape: Any) -> Decision:
+        held.since, held.beliefs = 0, beliefs
+        one._place = chooser.place_of(held.table, shape)
+        return Decision(next(coming), "best")
+
+    monkeypatch.setattr(one, "_decide", decide)
+    return one, now, seen
+
+
+def test_steps_around_a_visit_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device runs beside the host: from launch to launch, of steps that the rule did not look at
+    and whose like came before. Each step takes as many microseconds as its number says."""
+    beliefs = Beliefs.none(len(OPTIONS), places_of(table_of()))
+    one, now, seen = timed(monkeypatch, [CHAIN, PLAIN, CHAIN, CHAIN, CHAIN], beliefs)
+    alone = req()
+    assert one._auto is not None
+    assert one._auto.steering is not None
+    for number in range(1, 65):
+        if number in (17, 33, 49):
+            one._held = None
+            one._auto.steering.announced = number == 17
+        if number == 53:
+            one.interrupted()  # a prefill: the look after it is the fourth
+        one.next(batch(alone))
+        now[0] += number * 1000
+    chain, plain = (table_of().cost(option, 1, 0) for option in (CHAIN, PLAIN))
+    before = [(CHAIN, 1, chain, took) for took in range(11, 17)]
+    tried = [(PLAIN, 1, plain, took) for took in range(18, 24)]
+    after = [(CHAIN, 1, chain, took) for took in range(34, 40)]
+    assert seen == before + tried + after
+
+
+def test_what_runs_of_steps_tell_ends_with_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of another place is compared to nothing before it, and one whose requests leave tells
+    nothing: those who stay are fewer with each step."""
+    beliefs = Beliefs.none(len(OPTIONS), places_of(table_of()))
+    one, now, seen = timed(monkeypatch, [CHAIN, PLAIN, PLAIN], beliefs)
+    reqs = [req() for _ in range(16)]
+    for number, left in enumerate([[req()]] * 6 + [reqs] * 3 + [reqs[1:]] * 5 + [reqs[9:]]):
+        if number in (6, 14):
+            one._held = None
+        one.next(batch(*left))
+        now[0] += 1_000_000
+    assert seen == []
 
 
 def test_the_rules_own_work_is_no_options_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The walks of a visit's first step are copied and counted within its first steps: on an H200
     those took 7% longer by it, and what was tried looked dearer than what ran."""
-    one = StepChooser(OPTIONS, FakeRanks().of(0), False)
-    one.start(table_of(), 0.0)
-    auto = one._auto
-    assert auto is not None
-    assert auto.steering is not None
-    seen: list[int] = []
-    monkeypatch.setattr(
-        auto.steering, "observe_period", lambda _o, _s, _expected, took: seen.append(took)
-    )
-    monkeypatch.setattr(one, "_hold", lambda *_: None)
-    monkeypatch.setattr(one, "_decide", lambda *_: Decision(CHAIN, "best"))
-    counted = iter((False, False, True, False, False, False, False))
+    beliefs = Beliefs.none(len(OPTIONS), places_of(table_of()))
+    one, now, seen = timed(monkeypatch, [PLAIN, CHAIN, CHAIN, CHAIN], beliefs)
+    counted = iter((False, False, True, False, False, False, False, False))
     monkeypatch.setattr(one, "_to_be_counted", lambda _: next(counted))
-    now = [0]
-    monkeypatch.setattr(chooser.time, "perf_counter_ns", lambda: now[0])
     tree = random_tree(random.Random(4), 1, 9, 6)
-    accepted, outcome = tree_accept(tree, tree.tokens, 8), None
-    for step in range(7):
-        at_hand = batch(req())
-        policy, _ = one.next(at_hand)
+    accepted, outcome, alone = tree_accept(tree, tree.tokens, 8), None, req()
+    one.next(batch(alone))
+    for step in range(9):
+        if step in (0, 8):
+            one._held = None
+        policy, _ = one.next(batch(alone))
         now[0] += 1_000_000 * (1 + step)  # the period that begins with this step
+        if step == 8:
+            break
         if outcome is not None:  # the step before is read after the next one's launch
             outcome.judge([True])
-        outcome = one.outcome(at_hand, policy, tree, accepted)
-    assert seen == [2000, 5000, 6000], "the first has none before; 3 is copied, and counted in 4"
+        outcome = one.outcome(batch(alone), policy, tree, accepted)
+    took = [us for *_, us in seen]
+    assert took == [2000, 5000, 6000, 7000, 8000], "1 is looked at, 3 is copied, counted in 4"
 
 
 def test_each_step_is_chosen_by_the_beliefs_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

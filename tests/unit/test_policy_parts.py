@@ -144,17 +144,26 @@ def test_launches_of_both_ways_are_not_compared(
     one = StepChooser(OPTIONS, group, False, lambda batch: batch.ruled)  # type: ignore[arg-type]
     one.start(_table(), 0.0)
     assert one._auto is not None
-    assert one._auto.steering is not None
-    monkeypatch.setattr(one, "_hold", lambda *_: None)
+    steering = one._auto.steering
+    assert steering is not None
     seen: list[tuple[int, int]] = []
     monkeypatch.setattr(
         one._auto.steering,
         "observe_period",
         lambda _option, shape, expected, _took: seen.append((shape.launch, expected)),
     )
-    monkeypatch.setattr(one, "_decide", lambda *_: Decision(CHAIN, "best"))
-    now = itertools.count(0, 30_000_000)
+    monkeypatch.setattr(steering, "announced", True)
+    now = itertools.count(1, 30_000_000)
     monkeypatch.setattr(chooser.time, "perf_counter_ns", lambda: next(now))
-    for ruled in (False, False, False, True, True, True, False):
-        one.next(SimpleNamespace(reqs=[_req()], seq_lens_sum=256, ruled=ruled))  # type: ignore
-    assert seen == [(WHOLE, 1500), (WHOLE, 1500), (IN_PARTS, 7500), (IN_PARTS, 7500)]
+
+    def decide(auto: Any, _rule: Any, shape: Shape) -> Decision:
+        auto.since, one._place = 0, place_of(auto.table, shape)
+        return Decision(CHAIN, "best")
+
+    monkeypatch.setattr(one, "_decide", decide)
+    alone = _req()
+    for ruled in (False, True, False):
+        one.interrupted()
+        for _ in range(5):
+            one.next(SimpleNamespace(reqs=[alone], seq_lens_sum=256, ruled=ruled))  # type: ignore
+    assert seen == [(WHOLE, 1500)] * 3 + [(IN_PARTS, 7500)] * 3, "the first and the last are not"

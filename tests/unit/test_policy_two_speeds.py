@@ -78,10 +78,12 @@ class TwoSpeeds:
 def test_auto_reaches_the_goal_beside_a_host_of_two_speeds(
     temperature: float, requests: int
 ) -> None:
+    """After two seconds of work. One run in some twenty holds a wrong comparison that long and
+    longer."""
     shares = []
-    for seed in range(3):
+    for seed in range(5):
         world = TwoSpeeds(temperature, requests, seed)
-        world.share(1000)
+        world.share(2000)
         shares.append(world.share(2000))
     assert fmean(shares) >= GOAL, shares
-    assert min(shares) >= GOAL - 0.02, shares
+    assert min(shares) >= GOAL - 0.05, shares

@@ -28,9 +28,9 @@ from overstory.workers.policy.choice import (
     place_of,
     places_of,
 )
-from overstory.workers.policy.compared import BESIDE
 from overstory.workers.policy.cost_table import CostTable
 from overstory.workers.policy.evidence import Walk
+from overstory.workers.policy.launches import INTERRUPTED, WORKED, Run
 from overstory.workers.policy.options import PLAIN, Options
 from overstory.workers.policy.steering import Steering
 from overstory.workers.tree_policy import AutoPolicy, TreePolicy
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 SYNC_STEPS = 16
 """Decode steps between two broadcasts of beliefs, at least (`Beliefs.holds`)."""
 
-HOLDS_ELSEWHERE = 4
+HOLDS_ELSEWHERE = 16
 """Periods that beliefs are in force at most where the batch is of another place than they were made
 for."""
 
@@ -54,9 +54,13 @@ OBSERVED_STEPS = 4
 """The walks of one step of so many are counted. All steps are, until it is known what a kind of
 requests accepts."""
 
-OBSERVED_EVERY_NS = 40_000_000
+OBSERVED_EVERY_NS = 80_000_000
 """Least time between two counted steps where much is known already (`Steering.settled`): one takes
 the host 0.1 to 0.2 ms (small launches, a copy, a walk in Python), and that is time of a step."""
+
+LEAVING = 4
+"""A choice stands until one in so many of its requests has left: where a batch ends they leave one
+by one, and a look at each would cost more than it could gain."""
 
 _KIND = "overstory_kind"
 _CONTEXT_GRAIN = 256
@@ -159,26 +163,6 @@ class StepOutcome:
                 self.steering.observe(kind, walk)
 
 
-class _Launch(NamedTuple):
-    """A step whose launch began at ``ns``; ``cost_us`` by the table."""
-
-    ns: int
-    option: int
-    shape: Shape
-    cost_us: int
-
-    def alike(self, other: _Launch) -> bool:
-        """Whether both are steps of the same kind."""
-        mine, theirs = self.shape, other.shape
-        if self.option != other.option or mine is theirs:
-            return self.option == other.option
-        return (mine.batch, mine.sampled, mine.launch) == (
-            theirs.batch,
-            theirs.sampled,
-            theirs.launch,
-        )
-
-
 class _Choice(NamedTuple):
     """A decision with what it was made by and what follows from it; ``told`` for digests."""
 
@@ -190,30 +174,42 @@ class _Choice(NamedTuple):
     cost_us: int
 
 
-class _Held(NamedTuple):
-    """Until when a choice stands without another look, since nothing that it was made by changes.
+@dataclass
+class _Held:
+    """Until when a choice stands without another look, since what it was made by hardly changes.
+
+    All ranks must hold alike: a look may choose something else once requests have left.
 
     Attributes:
         rule: the policy in force.
         reqs: the batch; what its requests ask for does not change.
-        lengths: committed tokens of all of them: at least, and less than.
+        first: the batch at the look; kept, so that no identity is another's meanwhile.
+        members: identities of those.
+        least: fewest of them that it stands for.
+        context: committed tokens of a request, mean: at least, and less than.
         until: `_Auto.since` by which something is due.
     """
 
     rule: AutoPolicy
     reqs: list[Req]
-    lengths: tuple[int, int]
+    first: list[Req]
+    members: frozenset[int]
+    least: int
+    context: tuple[int, int]
     until: int
 
     def covers(self, rule: object, batch: ScheduleBatch, since: int) -> bool:
         """Whether a step of ``batch``, so many after the beliefs came, is one of these."""
-        low, high = self.lengths
-        return (
-            since < self.until
-            and (rule is self.rule or rule == self.rule)
-            and low <= committed_of(batch) < high
-            and batch.reqs == self.reqs
-        )
+        if since >= self.until or not (rule is self.rule or rule == self.rule):
+            return False
+        reqs = batch.reqs
+        count = len(reqs)
+        if reqs != self.reqs:
+            if count < self.least or not self.members.issuperset(map(id, reqs)):
+                return False
+            self.reqs = list(reqs)
+        low, high = self.context
+        return low * count <= committed_of(batch) < high * count
 
 
 @dataclass
@@ -271,11 +267,9 @@ class StepChooser:
         self._counted_ns = 0  # when the last walks were counted
         self._begun: tuple[int, int, int] | None = None  # (ns, option, expected us) of this step
         self._ended: tuple[int, int] | None = None  # (ns, batch) of the last step
-        self._run = 0  # steps of one option in a row
-        self._visited = False  # whether steps of another option came right before these
-        self._launched: list[_Launch] = []  # the last two steps, with nothing between
-        self._worked = False  # whether the rule did more since the last launch than choose
-        self._size = (0, 0)  # of the batch, and the steps that it has been so for
+        self._run: Run | None = None  # steps that are timed from launch to launch
+        self._steady = 0  # steps that the batch has been of one place for
+        self._place = -1
 
     def start(self, table: CostTable, floor: float) -> None:
         """The table is there: the automatic rule can be in force from now on."""
@@ -293,15 +287,16 @@ class StepChooser:
     def next(self, batch: ScheduleBatch) -> tuple[TreePolicy, str]:
         """Policy of the step that now begins, and a text of what it was decided by, for digests."""
         auto, rule, held, last = self._auto, tree_policy.current(), self._held, self._last
-        if (
-            auto is not None
-            and held is not None
-            and last is not None
-            and held.covers(rule, batch, auto.since + 1)
-        ):
-            auto.since += 1
-            self._size = self._size[0], self._size[1] + 1
-            return last.policy, last.told
+        if auto is not None and held is not None and last is not None:
+            count = len(held.reqs)
+            if held.covers(rule, batch, auto.since + 1):
+                auto.since += 1
+                self._steady += 1
+                if len(held.reqs) != count:
+                    self._run, self._steady = None, 0
+                elif self._run is not None:
+                    self._run.marks.append(time.perf_counter_ns())
+                return last.policy, last.told
         self._held = None
         return self._looked_at(auto, rule, batch)
 
@@ -309,51 +304,50 @@ class StepChooser:
         self, auto: _Auto | None, rule: TreePolicy | AutoPolicy, batch: ScheduleBatch
     ) -> tuple[TreePolicy, str]:
         """As `next`, where something may have changed."""
-        now, size = time.perf_counter_ns(), len(batch.reqs)
+        now = time.perf_counter_ns()
         if auto is not None and auto.steering is not None:
-            self._note_pause(auto.steering, size)
-            self._note_period(auto.steering, now, size)
+            self._note_pause(auto.steering, len(batch.reqs))
+            self._note_run(auto.steering, now)
         if isinstance(rule, TreePolicy):
-            self._launched.clear()
-            self._ruling = False
+            self._run, self._ruling = None, False
             return rule, str(rule)
         assert auto is not None, "an automatic policy is in force without a cost table"
         shape = self._shape_of(batch)
         chosen = self._following(auto, self._decide(auto, rule, shape), shape)
-        goes_on = self._ruling and self._last is not None and self._last.policy is chosen.policy
-        if not goes_on:
-            self._run, self._visited = 0, bool(self._launched)
-        self._run += 1
         self._last, self._ruling = chosen, True
-        option = chosen.decision.option
-        if auto.steering is not None and self._host_waits:
-            self._begun = (time.perf_counter_ns(), option, chosen.cost_us)
+        if self._host_waits:
+            if auto.steering is not None:
+                option = chosen.decision.option
+                self._begun = (time.perf_counter_ns(), option, chosen.cost_us)
             return chosen.policy, chosen.told
-        launch = _Launch(now, option, shape, chosen.cost_us)
-        self._launched = [*self._launched[-1:], launch]
+        if auto.steering is not None:
+            self._run = self._run_of(chosen.decision.option, shape, now)
         self._hold(auto, rule, batch, shape)
         return chosen.policy, chosen.told
+
+    def _run_of(self, option: int, shape: Shape, now: int) -> Run:
+        """The run that a step launched ``now`` belongs to."""
+        run, place = self._run, self._place
+        if run is None or run.option != option or run.place != place:
+            visited = run is not None and run.place == place
+            return Run(option, place, shape, visited, [now, WORKED])
+        run.shape = shape
+        return run
 
     def _hold(self, auto: _Auto, rule: AutoPolicy, batch: ScheduleBatch, shape: Shape) -> None:
         """Sets until when the next steps need not be looked at."""
         until = auto.due(shape)
         if auto.beliefs.probe != NO_PROBE and auto.since < PROBE_RUN:
             until = PROBE_RUN
-        if auto.steering is not None:
-            # Those right after another option and right before one are timed (`compared.py`), which
-            # takes two launches with nothing between; others are compared to nothing.
-            if self._visited and self._run <= BESIDE + 1:
-                return
-            if auto.steering.announced:
-                until -= BESIDE + 2
         if auto.since + 1 >= until:
             return
-        self._launched.clear()
-        count = len(batch.reqs)
-        low = shape.context
-        high = low + _grain(low)
-        lengths = (low * count, high * count)
-        self._held = _Held(rule, list(batch.reqs), lengths, until)
+        reqs = list(batch.reqs)
+        kinds = sum(map(bool, (*shape.drafting, shape.plain)))
+        may_leave = 0 if shape.parts or kinds > 1 else len(reqs) // LEAVING
+        context = (shape.context, shape.context + _grain(shape.context))
+        self._held = _Held(
+            rule, reqs, reqs, frozenset(map(id, reqs)), len(reqs) - may_leave, context, until
+        )
 
     def ended(self, batch: ScheduleBatch) -> None:
         """The step has been launched."""
@@ -368,8 +362,8 @@ class StepChooser:
     def interrupted(self) -> None:
         """Something else than a decode step comes next: the time that passes is not a step's."""
         self._ended = self._begun = self._shape = self._held = None
-        self._launched.clear()
-        self._visited, self._size = False, (0, 0)
+        if self._run is not None:
+            self._run.marks.append(INTERRUPTED)
 
     def outcome(
         self, batch: ScheduleBatch, policy: TreePolicy, tree: Tree, accepted: Accepted
@@ -441,11 +435,12 @@ class StepChooser:
         if allowed is None:
             allowed = self._allowed[rule.most] = self._permitted(rule.most)
         auto.since += 1
-        size, steps = self._size
-        self._size = shape.batch, steps + 1 if size == shape.batch else 0
+        place = place_of(auto.table, shape)
+        self._steady = self._steady + 1 if place == self._place else 0
+        self._place = place
         if auto.since == 0 or auto.since >= auto.due(shape):
             auto.beliefs = self._agree(auto, shape, allowed)
-            auto.since, auto.place = 0, place_of(auto.table, shape)
+            auto.since, auto.place = 0, place
             auto.kept.clear()
         since = auto.since
         # The decision of an earlier step under these beliefs, where it is the same one.
@@ -471,13 +466,13 @@ class StepChooser:
             return last
         policy = self.options.policies[decision.option]
         told = f"{policy} {decision.why} table {auto.table.version} {auto.beliefs.version}"
-        costs = auto.table.costs(shape.batch, shape.context, shape.sampled, shape.launch)
-        return _Choice(decision, shape, auto.beliefs, policy, told, costs[decision.option])
+        cost_us = self._costs(shape)[decision.option]
+        return _Choice(decision, shape, auto.beliefs, policy, told, cost_us)
 
     def _agree(self, auto: _Auto, shape: Shape, allowed: tuple[int, ...]) -> Beliefs:
         if auto.steering is not None:
             believed = auto.steering.next_beliefs(
-                auto.since, shape, allowed, auto.before, SYNC_STEPS, self._size[1]
+                auto.since, shape, allowed, auto.before, SYNC_STEPS, self._steady
             )
             self.group.host_ints(believed.to_ints())
             self._settled = auto.steering.settled(shape)
@@ -486,7 +481,8 @@ class StepChooser:
         return Beliefs.from_ints(self.group.host_ints([0] * length), len(self.options))
 
     def _note_work(self) -> None:
-        self._worked = True
+        if self._run is not None:
+            self._run.marks.append(WORKED)
 
     def _note_pause(self, steering: Steering, batch: int) -> None:
         """The engine's own work between two steps."""
@@ -494,14 +490,16 @@ class StepChooser:
         if ended is not None and ended[1] == batch:
             steering.observe_overhead(batch, (time.perf_counter_ns() - ended[0]) // 1000)
 
-    def _note_period(self, steering: Steering, now: int, batch: int) -> None:
-        """The time since the last launch, if steps are alike now: the one before still runs while
-        a step is launched, so it must have been of the same kind. Nothing is learnt where the
-        rule's own work fell into it: that falls on tried options more often than on others."""
-        worked, self._worked = self._worked, False
-        if worked or len(self._launched) < 2:
+    def _note_run(self, steering: Steering, now: int) -> None:
+        """The times of the steps that were not looked at."""
+        run = self._run
+        if run is None:
             return
-        before, last = self._launched
-        if before.alike(last) and last.shape.batch == batch:
-            took = (now - last.ns) // 1000
-            steering.observe_period(last.option, last.shape, max(1, last.cost_us), max(1, took))
+        shape = run.shape
+        costs = self._costs(shape)
+        for took_us in run.looked_at(now, steering.announced):
+            steering.observe_period(run.option, shape, max(1, costs[run.option]), took_us)
+
+    def _costs(self, shape: Shape) -> tuple[int, ...]:
+        assert self._auto is not None
+        return self._auto.table.costs(shape.batch, shape.context, shape.sampled, shape.launch)

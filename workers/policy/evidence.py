@@ -26,7 +26,7 @@ from overstory.workers.policy.options import CHAIN, FIRST_TREE, Options
 MEMORY = 256
 """Observations that a rate remembers: the weight of one falls to 1/e after that many newer ones."""
 
-FADE_STEPS = 2000
+FADE_STEPS = 4000
 """Steps after which an observation's weight falls to 1/e, newer ones or not: a probe that is old
 says little about today's requests."""
 

@@ -20,12 +20,12 @@ DOUBT = 0.03
 """Logarithm by which a step of an option that was not compared is taken to last longer than
 expected: it is not the best one before it was tried."""
 
-OFF = (0.02, 0.1)
+OFF = (0.012, 0.1)
 """How far off (logarithm) the table may well be of two options: at least, and for each logarithm
-that lies between them there."""
+that lies between them there, as far as the host does not hide it."""
 
-HIDDEN = (0.7, 0.3)
-"""Share of what the host may hide that is taken to be hidden (on an H200 0.6 to 1 with the built-in
+HIDDEN = (0.9, 0.15)
+"""Share of what the host may hide that is taken to be hidden (on an H200 0.8 to 1 with the built-in
 pair), and by which that may well be off."""
 
 ELSEWHERE = 0.5
@@ -148,9 +148,9 @@ class Periods:
                 expected = cost * math.exp(level)
             else:
                 expected = took + apart - math.copysign(HIDDEN[0] * hidden, apart)
-            off = (
-                OFF[0] + OFF[1] * abs(math.log(cost / costs[base])) + HIDDEN[1] * hidden / expected
-            )
+            shown = 1.0 - hidden / abs(apart) if apart else 0.0
+            off = OFF[0] + OFF[1] * shown * abs(math.log(cost / costs[base]))
+            off += HIDDEN[1] * hidden / expected
             found.append(Known(math.log(expected / cost), 0.0 if option == base else off))
         return found
 

@@ -42,19 +42,19 @@ logger = logging.getLogger(__name__)
 RETRY_STEPS = (256, 16384)
 """Steps until a drafter that was switched off is tried again: at first, then doubled, at most."""
 
-HOLDS = 8
+HOLDS = 32
 """Periods that beliefs are in force at most."""
 
-HOLDS_US = 130_000
+HOLDS_US = 400_000
 """Time that they are in force at most, if that is longer than a period: where steps are long, new
 ones cost next to nothing, and so many steps under old ones may be many seconds."""
 
 VISIT_WORK_US = 1200
-"""What the host does for a visit on a machine of today: some twenty steps that are looked at, 50 us
-each, and beliefs two or three times."""
+"""What the host does for a visit on a machine of today, with nothing of it in its caches: beliefs
+twice, three looks, one step whose walks are counted."""
 
 STEADY = BESIDE + 2
-"""Steps that a batch must have been of its size for before something is tried."""
+"""Steps that a batch must have been of its place for before something is tried."""
 
 SETTLED = 256
 """Observations of a kind of requests by which much is known of it."""

@@ -37,7 +37,8 @@ SURE = 2.0
 """Times as far off as a share may well be, it is not."""
 
 BOLD = 4.0
-"""How many times as often as its price allows an option is tried that may well be the best one."""
+"""An option that may well be the best one is tried as if its steps lost so many times less; what
+the host does for a visit is lost in any case."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,7 @@ def interval(price: Price, visits: int) -> float:
     lost = max(0.0, 1 - price.share) * price.steps
     young = visits < YOUNG and (not visits or (price.share >= HOPELESS and lost <= DEAR))
     hopeful = price.share * math.exp(SURE * price.off) >= 1
-    cost = lost + (0.0 if young else price.work)
-    cost /= BOLD if hopeful else 1.0
+    cost = lost / (BOLD if hopeful else 1.0) + (0.0 if young else price.work)
     full = min(max(cost * 1000 / LOSS, STEPS[0]), STEPS[1])
     return max(STEPS[0] / 2, full * visits / YOUNG) if young else full
 

@@ -1,0 +1,77 @@
+"""When decode steps were launched, and what each took by that. Pure.
+
+Where the host runs ahead of the device, the time of a step is that from its launch to the next. A
+step only leaves a mark; what marks say is worked out when the rule is at work anyway, which would
+last longer than what there is to tell apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from overstory.workers.policy.choice import Shape
+from overstory.workers.policy.compared import BESIDE
+
+WORKED = 0
+"""A mark: what the rule itself did falls into the step at hand."""
+
+INTERRUPTED = -1
+"""A mark: something else than a decode step ran."""
+
+
+def periods_ns(marks: Sequence[int]) -> list[int]:
+    """What steps took, of those whose time was theirs alone.
+
+    The step before still runs while one is launched, so it must have been of the same kind: the
+    first of all and the first after an interruption do not count. Nor does one that the rule's own
+    work fell into: that falls on tried options more often than on others.
+
+    Args:
+        marks: launches of steps of one kind, in nanoseconds, and `WORKED` and `INTERRUPTED` among
+            them, in their order.
+    """
+    found: list[int] = []
+    launched = follows = worked = 0
+    for mark in marks:
+        if mark == WORKED:
+            worked = 1
+        elif mark == INTERRUPTED:
+            launched = 0
+        else:
+            if launched and follows and not worked:
+                found.append(mark - launched)
+            follows, launched, worked = launched, mark, 0
+    return found
+
+
+@dataclass
+class Run:
+    """Steps of one kind in a row.
+
+    Attributes:
+        option, place: of all of them.
+        shape: of the batch, since the last look.
+        visited: whether steps of another option came right before.
+        marks: since the last look.
+        told: how many of its first steps have been told of.
+    """
+
+    option: int
+    place: int
+    shape: Shape
+    visited: bool
+    marks: list[int] = field(default_factory=list)
+    told: int = 0
+
+    def looked_at(self, now: int, announced: bool) -> list[int]:
+        """At a look, which begins a step ``now``: microseconds of the steps since the last one that
+        others may be compared to: the first of a run right after another option and, if a visit is
+        ``announced``, the last ones."""
+        self.marks.append(now)
+        took = [max(1, ns // 1000) for ns in periods_ns(self.marks)]
+        self.marks[:] = (now, WORKED)
+        first = min(BESIDE - self.told, len(took)) if self.visited else 0
+        self.told += first
+        last = max(first, len(took) - BESIDE) if announced else len(took)
+        return took[:first] + took[last:]
