@@ -202,10 +202,7 @@ def host_times(every: dict[str, dict[str, Any]]) -> None:
         leased = report.get("leases", [])
         if len(leased) > 1:
             ratios = sorted(pair["leased"] / pair["free"] for pair in leased)
-            print(
-                f"== {role}: leases on against off {compared(ratios)}: "
-                f"{' '.join(f'{ratio:.3f}' for ratio in ratios)}"
-            )
+            print(f"== {role}: leases on against off {compared(ratios)}")
 
 
 def pairs(every: dict[str, dict[str, Any]]) -> None:
@@ -219,6 +216,11 @@ def pairs(every: dict[str, dict[str, Any]]) -> None:
                 f"\n== {role}: auto at {row['requests']} requests, T {row['T']}: "
                 f"{least:.3f} of the best; over {told or 'too few rounds'}"
             )
+            if "steps_alone" in row:
+                alone = against(row, "steps_alone")
+                told = "; ".join(f"{name} {ratio}" for name, ratio in alone.items())
+                print(f"   without what prefills take: {told}")
+                print(f"   {_windows(row)}")
             if "ran" in row:
                 steps = ", ".join(f"{n} {ms:.3f}" for n, ms in row["ms_per_step"].items())
                 print(f"   ms per step: {steps}; auto's steps: {row['ran']}")
@@ -230,6 +232,19 @@ def pairs(every: dict[str, dict[str, Any]]) -> None:
                 )
                 print(f"   believed at {row['rule'].get('batch')} requests: {told}")
                 print(f"   noise {row['rule'].get('noise')}, {row['machine']}")
+
+
+def _windows(row: dict[str, Any]) -> str:
+    """What windows held: means of `auto`'s, and tokens/s by which rivals were chosen."""
+    steps, prefills, share, running = (
+        row[name]["auto"] for name in ("steps", "prefills", "prefill_share", "running")
+    )
+    tried = ", ".join(f"{name} {rate:.0f}" for name, rate in row["fixed"].items())
+    return (
+        f"windows of {row['window']['tokens']} tokens, requests of {row['window']['new']}: "
+        f"{steps:.0f} steps of {running:.2f} requests and {prefills:.1f} prefills "
+        f"({share:.1%} of the time); tokens/s at first: {tried}"
+    )
 
 
 def stages(every: dict[str, dict[str, Any]]) -> None:

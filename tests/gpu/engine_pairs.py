@@ -1,9 +1,10 @@
-"""`auto` against the fixed policies that are best at a shape, text by text in turn.
+"""`auto` against the fixed policies that are best at a shape, window by window of one closed loop.
 
-A machine that is disturbed in stretches of tenths of a second takes the same from all texts of one
-round, which lasts about as long: the median over rounds of their ratios tells hundredths where
-rates themselves are off by a third. `engine_runs.py` uses it (role `pairs`), `engine_compare.py`
-prints it.
+So many requests run all the time (`engine_loop.py`), and policies take turns in windows of the same
+number of tokens. A machine that is disturbed in stretches of tenths of a second takes the same from
+all windows of one round, which lasts about as long: the median over rounds of their ratios tells
+hundredths where rates themselves are off by a third. Neither end of a window stops anything.
+`engine_runs.py` uses it (role `pairs`), `engine_compare.py` prints it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-FIXED = tuple(os.environ.get("ENGINE_SESSION_RIVALS", "chain tree-15 tree-31 tree-63").split())
-"""From these the best two of each shape are taken."""
+if TYPE_CHECKING:
+    from engine_loop import ClosedLoop, Window
+
+FIXED = "plain chain tree-7 tree-15 tree-31 tree-63"
+SHAPES = "1:0 1:1 8:0 8:1 32:0 32:1"
+MOST_REQUESTS = 64
+BLOCK, MOST_NODES = 8, 63
+"""Of the built-in drafter, and of the engine's trees."""
 
 TIMED_KEPT = 2000
 """Most timed steps of a shape that are kept."""
@@ -26,162 +33,259 @@ TIMED_KEPT = 2000
 RIVALS = 2
 CHOOSING_ROUNDS = 5
 ROUNDS = 60
+WINDOW_S = 0.12
 LEARN_SECONDS = 3.0
 """How long `auto` runs at each shape before it is compared: a server has run for hours, and the
 first visits of other options cost 2 to 3% of the first thousand steps."""
 
+NEW, NEW_SAMPLED = 1024, 640
+"""Tokens of a request: prefills are few, and windows of one request, which are as long at least, no
+longer than they have to be (it says about half as many tokens in a step where it samples)."""
+
+LEARN_MESSAGES = 100
+"""Of a window while it learns."""
+
+LONGEST = 3
+"""A window ends after so many times the messages of `auto`'s: plain takes a step for each token."""
+
 
 class Shape(NamedTuple):
-    """``new``: tokens of each request, so many that a text takes about a tenth of a second."""
+    """Requests that run all the time, and their temperature."""
 
     requests: int
     temperature: float
-    new: int
+
+    @property
+    def new(self) -> int:
+        """Tokens of a request."""
+        return NEW_SAMPLED if self.temperature else NEW
 
 
-SHAPES = (
-    Shape(1, 0.0, 640),
-    Shape(1, 1.0, 256),
-    Shape(8, 0.0, 256),
-    Shape(8, 1.0, 128),
-    Shape(32, 0.0, 128),
-    Shape(32, 1.0, 64),
-)
+def shapes_of(text: str) -> list[Shape]:
+    """Shapes as ENGINE_SESSION_SHAPES names them.
+
+    Raises:
+        ValueError: not like ``SHAPES``.
+    """
+    found = []
+    for part in text.split():
+        requests, _, temperature = part.partition(":")
+        try:
+            shape = Shape(int(requests), float(temperature))
+        except ValueError:
+            shape = Shape(0, 0.0)
+        if not 1 <= shape.requests <= MOST_REQUESTS or not 0 <= shape.temperature <= 2:
+            raise ValueError(
+                f"ENGINE_SESSION_SHAPES={text!r}: {part!r} is not REQUESTS:TEMPERATURE with 1 to "
+                f"{MOST_REQUESTS} requests and a temperature of 0 to 2; write it like {SHAPES!r}"
+            )
+        found.append(shape)
+    if not found:
+        raise ValueError(f"ENGINE_SESSION_SHAPES={text!r} names no shape; write it like {SHAPES!r}")
+    return list(dict.fromkeys(found))
 
 
-class Text(NamedTuple):
-    """What a text took: tokens/s, milliseconds of a step, steps by what they ran."""
+def rivals_of(text: str) -> list[str]:
+    """Fixed policies as ENGINE_SESSION_RIVALS names them.
 
-    rate: float
-    ms_per_step: float
-    ran: Mapping[str, int]
+    Raises:
+        ValueError: fewer than two, or not fixed ones.
+    """
+    from overstory.workers.tree_policy import TreePolicy
+
+    names = list(dict.fromkeys(text.split()))
+    try:
+        for name in names:
+            if (nodes := TreePolicy.parse(name).drafted_nodes(BLOCK)) > MOST_NODES:
+                raise ValueError(f"{name} drafts {nodes} nodes, the engine at most {MOST_NODES}")
+    except ValueError as error:
+        raise ValueError(f"ENGINE_SESSION_RIVALS={text!r}: {error}") from error
+    if len(names) < RIVALS:
+        raise ValueError(
+            f"ENGINE_SESSION_RIVALS={text!r} names {len(names)} fixed policies, but `auto` is "
+            f"compared to the best {RIVALS}: write it like {FIXED!r}"
+        )
+    return names
 
 
-Speed = Callable[[str, Shape, int], Text]
-"""A text of a policy at a shape; the number chooses the seeds, so that one round's are alike."""
+def asked_shapes() -> list[Shape]:
+    """`shapes_of` the environment."""
+    return shapes_of(os.environ.get("ENGINE_SESSION_SHAPES") or SHAPES)
+
+
+def asked_rivals() -> list[str]:
+    """`rivals_of` the environment."""
+    return rivals_of(os.environ.get("ENGINE_SESSION_RIVALS") or FIXED)
+
+
+class Loop(Protocol):
+    """What is needed of a `ClosedLoop`."""
+
+    turn: int
+
+    def window(self, policy: str, tokens: float = ..., most: int = ...) -> Window: ...
 
 
 def measure(
-    speed: Speed,
+    opened: Callable[[Shape], AbstractContextManager[Loop]],
     until: float,
     put: Callable[[list[dict[str, Any]]], None],
-    fixed: Sequence[str] = FIXED,
-    shapes: Sequence[Shape] = SHAPES,
+    fixed: Sequence[str],
+    shapes: Sequence[Shape],
     clock: Callable[[], float] = time.time,
     about: Callable[[], dict[str, Any]] = dict,
 ) -> list[dict[str, Any]]:
     """Runs all shapes, each for its share of the time until ``until`` (of ``clock``).
 
     Returns:
-        of each shape ``requests``, ``T``, ``fixed`` (tokens/s by which rivals were chosen),
-        ``rounds`` (tokens/s by policy), ``ms_per_step`` by policy (median) and ``ran``, the steps
-        of `auto` in the rounds by what they ran, and what ``about`` tells when the shape is
-        over. Handed to ``put`` after each shape too.
+        of each shape `_row`, and what ``about`` tells when the shape is over. Handed to ``put``
+        after each shape too.
     """
     found: list[dict[str, Any]] = []
     for number, shape in enumerate(shapes):
         share = clock() + (until - clock()) / (len(shapes) - number)
-        learnt = clock() + LEARN_SECONDS
-        speed("auto", shape, 0)
-        while clock() < min(learnt, share):
-            speed("auto", shape, 0)
-        tried = {
-            policy: statistics.median(text.rate for text in texts)
-            for policy, texts in _in_turn(speed, shape, fixed, CHOOSING_ROUNDS, share, clock)
-        }
-        best = sorted(tried, key=tried.__getitem__, reverse=True)[:RIVALS]
-        texts = dict(_in_turn(speed, shape, ("auto", *best), ROUNDS, share, clock))
-        ran: Counter[str] = Counter()
-        for text in texts["auto"]:
-            ran.update(text.ran)
-        found.append(
-            {
-                "requests": shape.requests,
-                "T": shape.temperature,
-                "fixed": tried,
-                "rounds": [
-                    {policy: text.rate for policy, text in zip(texts, some, strict=True)}
-                    for some in zip(*texts.values(), strict=True)
-                ],
-                "ms_per_step": {
-                    policy: statistics.median(text.ms_per_step for text in some)
-                    for policy, some in texts.items()
-                },
-                "ran": dict(ran),
-                **about(),
+        with opened(shape) as loop:
+            turns = _Turns(loop, _learnt(loop, shape, min(share, clock() + LEARN_SECONDS), clock))
+            tried = {
+                policy: statistics.median(window.rate for window in windows)
+                for policy, windows in turns.take(fixed, CHOOSING_ROUNDS, share, clock).items()
             }
-        )
+            best = sorted(tried, key=tried.__getitem__, reverse=True)[:RIVALS]
+            windows = turns.take(("auto", *best), ROUNDS, share, clock)
+        found.append(_row(shape, tried, windows, turns) | about())
         put(found)
     return found
 
 
-def _in_turn(
-    speed: Speed,
-    shape: Shape,
-    policies: Sequence[str],
-    rounds: int,
-    until: float,
-    clock: Callable[[], float],
-) -> list[tuple[str, list[Text]]]:
-    """Texts of each policy, one a round; who begins goes round, and every other round goes back."""
-    texts: dict[str, list[Text]] = {policy: [] for policy in policies}
-    for number in range(rounds):
-        if number and clock() >= until:
-            break
-        turn = number // 2 % len(policies)
-        order = (*policies[turn:], *policies[:turn])
-        for policy in order if number % 2 else order[::-1]:
-            texts[policy].append(speed(policy, shape, number))
-    return list(texts.items())
+class _Size(NamedTuple):
+    """Of all windows of a shape: its tokens, a multiple of a request's, and its most messages."""
+
+    tokens: int
+    most: int
 
 
-def speed_of(
-    engine: Any,
-    prompts: Callable[[int], list[list[int]]],
-    under: Callable[[str | None], AbstractContextManager[None]],
-) -> Speed:
-    """`Speed` of a real engine."""
-    from engine_cuda import timed
+def _learnt(loop: Loop, shape: Shape, until: float, clock: Callable[[], float]) -> _Size:
+    """Has `auto` run until it has learnt, and gives the size that windows have at its pace."""
+    windows = [loop.window("auto", most=LEARN_MESSAGES)]
+    while clock() < until:
+        windows.append(loop.window("auto", most=LEARN_MESSAGES))
+    late = windows[len(windows) // 2 :]
+    texts = max(1, round(WINDOW_S * statistics.median(w.rate for w in late) / shape.new))
+    each = statistics.median(window.tokens / LEARN_MESSAGES for window in late)
+    return _Size(texts * shape.new, math.ceil(LONGEST * texts * shape.new / each))
 
-    from overstory.workers.step_stats import STATS
 
-    def forwards() -> Counter[str]:
-        return Counter(
-            {name: counts["forwards"] for name, counts in STATS.snapshot()["verify"].items()}
-        )
+class _Turns:
+    """Windows of several policies in turn.
 
-    def speed(policy: str, shape: Shape, number: int) -> Text:
-        params: dict[str, Any] = {
-            "temperature": shape.temperature,
-            "max_new_tokens": shape.new,
-            "ignore_eos": True,
-        }
-        if shape.temperature:
-            params["sampling_seed"] = 10 + number
-        before = forwards()
-        with under(policy):
-            rate = timed(engine, prompts(shape.requests), params).as_dict()
-        return Text(rate["tokens_per_s"], rate["ms_per_forward"], forwards() - before)
+    Attributes:
+        order: who was when in each round of the newest `take`.
+    """
 
-    return speed
+    def __init__(self, loop: Loop, size: _Size) -> None:
+        self._loop, self.size = loop, size
+        self.order: list[tuple[str, ...]] = []
+
+    def take(
+        self, policies: Sequence[str], rounds: int, until: float, clock: Callable[[], float]
+    ) -> dict[str, list[Window]]:
+        """A window of each policy a round; who begins goes round, every other round goes back."""
+        windows: dict[str, list[Window]] = {policy: [] for policy in policies}
+        self.order = []
+        for number in range(rounds):
+            if number and clock() >= until:
+                break
+            turn = number // 2 % len(policies)
+            order = (*policies[turn:], *policies[:turn])
+            self.order.append(order if number % 2 else order[::-1])
+            self._loop.turn = number
+            for policy in self.order[-1]:
+                windows[policy].append(self._loop.window(policy, *self.size))
+        return windows
+
+
+def _row(
+    shape: Shape, tried: Mapping[str, float], windows: Mapping[str, list[Window]], turns: _Turns
+) -> dict[str, Any]:
+    """What was measured at a shape.
+
+    Returns:
+        ``requests``, ``T``; ``window``: tokens of a window and of a request; ``fixed``: tokens/s by
+        which rivals were chosen; ``rounds``: tokens/s by policy; ``steps_alone``: the same without
+        what prefills take; ``order``: who was when; ``begun``: by the process's clock; means by
+        policy: ``ms_per_step`` (median), ``prefills`` and ``steps`` of a window, ``prefill_share``
+        of its time, ``running`` requests of a step; ``ran``: steps of `auto` by what they ran.
+    """
+    ran: Counter[str] = Counter()
+    for window in windows["auto"]:
+        ran.update(window.ran)
+
+    def rounds(value: Callable[[Window], float]) -> list[dict[str, float]]:
+        every = zip(*windows.values(), strict=True)
+        return [dict(zip(windows, map(value, some), strict=True)) for some in every]
+
+    def means(value: Callable[[Window], float]) -> dict[str, float]:
+        return {name: statistics.fmean(map(value, some)) for name, some in windows.items()}
+
+    return {
+        "requests": shape.requests,
+        "T": shape.temperature,
+        "window": {"tokens": turns.size.tokens, "new": shape.new},
+        "fixed": dict(tried),
+        "rounds": rounds(lambda window: window.rate),
+        "steps_alone": rounds(lambda window: window.step_rate),
+        "begun": rounds(lambda window: window.begun),
+        "order": turns.order,
+        "ms_per_step": {
+            name: statistics.median(window.ms_per_step for window in some)
+            for name, some in windows.items()
+        },
+        "steps": means(lambda window: window.steps),
+        "prefills": means(lambda window: window.prefills),
+        "prefill_share": means(lambda window: window.prefill_share),
+        "running": means(lambda window: window.requests),
+        "ran": dict(ran),
+    }
+
+
+def opened_in(
+    engine: Any, prompts: Sequence[list[int]]
+) -> Callable[[Shape], AbstractContextManager[Loop]]:
+    """Closed loops of an engine. Text number n has prompt and seed of its own; its seed counts
+    where it samples."""
+
+    def opened(shape: Shape) -> ClosedLoop:
+        from engine_loop import ClosedLoop
+
+        def text(number: int) -> tuple[list[int], dict[str, Any]]:
+            params: dict[str, Any] = {"temperature": shape.temperature}
+            if shape.temperature:
+                params["sampling_seed"] = 10 + number
+            return prompts[number % len(prompts)], params
+
+        return ClosedLoop(engine, shape.requests, text, shape.new)
+
+    return opened
 
 
 class Watch:
     """What tells a wrong choice from the rule's cost and from noise: `about` of `measure`.
 
     `rule`: what the rule believes at the end of the shape. `timed`: of the steps that it timed
-    meanwhile (option, requests, microseconds). `machine`: CPU seconds, as `machine_noise` has them.
+    meanwhile (option, requests, microseconds, when by the clock of ``begun``), in their order.
+    `machine`: CPU seconds, as `machine_noise` has them.
     """
 
     def __init__(self, engine: Any) -> None:
         self._chooser = engine.scheduler.draft_worker.chooser
         steering = self._chooser._auto.steering
-        self._timed: list[tuple[int, int, int]] = []
+        self._timed: list[tuple[int, int, int, float]] = []
         given = steering.observe_period
 
-        def observe(option: int, shape: Any, expected_us: int, took_us: int) -> None:
-            self._timed.append((option, shape.batch, took_us))
-            given(option, shape, expected_us, took_us)
+        def observe(*arguments: Any) -> None:
+            option, shape, *_, took_us = arguments
+            self._timed.append((option, shape.batch, took_us, time.perf_counter()))
+            given(*arguments)
 
         steering.observe_period = observe
         self._machine = self._now()
@@ -231,8 +335,8 @@ def compared(ratios: Sequence[float]) -> Compared:
     return Compared(statistics.median(ordered), (ordered[first], ordered[last]), (low, high), n)
 
 
-def against(row: Mapping[str, Any]) -> dict[str, Compared]:
-    """`auto` against each rival of a shape, of `measure`."""
-    rounds = row["rounds"]
+def against(row: Mapping[str, Any], kind: str = "rounds") -> dict[str, Compared]:
+    """`auto` against each rival of a shape, of `measure`; or of its steps alone."""
+    rounds = row[kind]
     rivals = [name for name in rounds[0] if name != "auto"] if len(rounds) > 1 else []
     return {name: compared([one["auto"] / one[name] for one in rounds]) for name in rivals}

@@ -7,7 +7,8 @@ timed in turn (`engine_bench.py`), then long contexts, profiles and the rest, on
 compares `auto` to fixed policies and leases to none (`engine_pairs.py`), `stages` says where the
 device's time goes by its own clock (OVERSTORY_DEVICE_TIMES), `host` says where the
 host's time of a step goes (`engine_host.py`); they say no texts. When all has to end by is in
-ENGINE_SESSION_UNTIL, seconds since the epoch.
+ENGINE_SESSION_UNTIL, seconds since the epoch. ENGINE_SESSION_TOY=1 rehearses `pairs` and `host`
+on a CPU.
 """
 
 from __future__ import annotations
@@ -39,8 +40,16 @@ AFTER_S = 50 if SAYS else 30
 """Seconds kept for what comes after the speeds."""
 
 
+TOY = os.environ.get("ENGINE_SESSION_TOY") == "1"
+
 LEASES_S = int(os.environ.get("ENGINE_SESSION_LEASES", "20"))
 """Seconds that `pairs` keeps for leases; a pair of texts takes a fifth of one."""
+
+POOL = 131072
+"""KV slots of `pairs` and `host`: 64 requests of the longest texts, and a cache of ended ones."""
+
+SPARE = 8
+"""Requests beyond those that run: one that ends is still counted where its successor comes."""
 
 STAGES_S = 30
 """Seconds of them that `stages` may hold `pairs` up for."""
@@ -197,10 +206,11 @@ def build(role: str, out: Path) -> Any:
     from engine_bench import SIZES
 
     fields = common(port, SIZES if role in RINGED else (1, 8))
-    if role in ("pairs", "host", "stages"):
-        import engine_pairs
-
-        fields = common(port, sorted({shape.requests for shape in engine_pairs.SHAPES}))
+    if role in ("pairs", "host"):
+        fields = common(port, sizes := sorted({1, *sizes_of(role)}))
+        fields |= {"max_running_requests": max(sizes) + SPARE, "max_total_tokens": POOL}
+    if TOY:
+        return toy_engine(pair, fields)
     graphs_off = {"disable_cuda_graph": True}
     if role.startswith("long"):
         pair = long_pair(out, pair)
@@ -232,6 +242,40 @@ def build(role: str, out: Path) -> Any:
             speculative_draft_model_path=pair[1],
         )
     raise SystemExit(f"unknown role {role}")
+
+
+def sizes_of(role: str) -> set[int]:
+    """Requests that a role runs at a time."""
+    import engine_host
+    import engine_pairs
+
+    shapes = engine_pairs.asked_shapes() if role == "pairs" else engine_host.SHAPES
+    return {shape.requests for shape in shapes}
+
+
+def toy_engine(pair: tuple[str, str], fields: dict[str, Any]) -> Any:
+    """An engine of ours on a CPU, for a rehearsal."""
+    from engine_cuda import CudaEngine
+
+    CudaEngine.device = "cpu"
+    on_cuda = ("cuda_graph_bs_decode", "disable_prefill_cuda_graph", "mem_fraction_static")
+    own = {name: value for name, value in fields.items() if name not in on_cuda}
+    return CudaEngine(pair[0], **own, **ddtree(pair[1]))
+
+
+def toy_sizes() -> None:
+    """A rehearsal's: a step on a CPU takes some dozens of times as long."""
+    import engine_bench
+    import engine_host
+    import engine_pairs
+
+    engine_bench.MEASURE_SECONDS = 2.0
+    engine_pairs.NEW, engine_pairs.NEW_SAMPLED = 96, 64
+    engine_pairs.LEARN_MESSAGES, engine_pairs.ROUNDS, engine_pairs.CHOOSING_ROUNDS = 10, 4, 2
+    engine_host.ROUNDS, engine_host.ROUND_MESSAGES, engine_host.PROFILED_MESSAGES = 2, 10, 40
+    shapes = [engine_pairs.Shape(1, 0.0), engine_pairs.Shape(2, 0.0)]
+    engine_host.SHAPES = (*shapes, engine_pairs.Shape(1, 1.0))
+    engine_host.PROFILED = [(shape, policy) for shape in shapes for policy in ("auto", "tree-63")]
 
 
 @contextlib.contextmanager
@@ -601,7 +645,8 @@ def say_steps(engine: Any) -> dict[str, Any]:
     from overstory.kernels import ops
     from overstory.workers.step_stats import STATS
 
-    ops.raise_bad_input(torch.device("cuda", torch.cuda.current_device()))
+    if not TOY:
+        ops.raise_bad_input(torch.device("cuda", torch.cuda.current_device()))
     tiers = engine.scheduler.model_worker._tiers
     return {"steps": STATS.snapshot()["verify"], "tiers": list(tiers.rows) if tiers else None}
 
@@ -677,6 +722,8 @@ def main() -> None:
     role, out, roles = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     if role == "stages":
         os.environ["OVERSTORY_DEVICE_TIMES"] = "1"
+    if TOY:
+        toy_sizes()
     report, begun = Report(role, out), time.monotonic()
     with saying(out):
         try:
@@ -742,15 +789,10 @@ def bench(engine: Any, role: str, ringed: list[str], out: Path, report: Report) 
     """This engine's part of the speeds."""
     import engine_bench
 
-    def learn() -> Any:
-        engine.flush_cache()
-        return engine.at_boundary(engine_bench.learn_costs)[0]
-
     policies: tuple[str | None, ...] = (None,)
     if role == "ours":
         with alone(out):
-            report.attempt("costs", learn)
-        policies = engine_bench.POLICIES if "costs" in report.content else POLICIES
+            policies = engine_bench.POLICIES if learnt(engine, report) else POLICIES
     file = out / f"bench-{role}.jsonl"
     timer = engine_bench.Bench(engine, policies, prompts, under, file)
 
@@ -771,17 +813,20 @@ def in_pairs(engine: Any, report: Report) -> None:
     import engine_pairs
     from machine_noise import quiet_and_watched
 
-    engine.flush_cache()
-    report.attempt("costs", lambda: engine.at_boundary(engine_bench.learn_costs)[0])
+    learnt(engine, report)  # without it leases are measured all the same
     noise: dict[str, float] = {}
     with quiet_and_watched(noise):
-        speed = engine_pairs.speed_of(engine, prompts, under)
-        until = UNTIL - LEASES_S
-        watch = engine_pairs.Watch(engine)
-        measured = lambda: engine_pairs.measure(  # noqa: E731
-            speed, until, lambda rows: report.put("pairs", rows), about=watch.about
+        report.attempt(
+            "pairs",
+            lambda: engine_pairs.measure(
+                engine_pairs.opened_in(engine, prompts(64)),
+                UNTIL - LEASES_S,
+                lambda rows: report.put("pairs", rows),
+                engine_pairs.asked_rivals(),
+                engine_pairs.asked_shapes(),
+                about=engine_pairs.Watch(engine).about,
+            ),
         )
-        report.attempt("pairs", measured)
     report.put("noise", noise)
     report.attempt(
         "leases", lambda: engine_bench.leases(engine, prompts(1)[0], under, UNTIL - 2, 1000)
@@ -790,35 +835,47 @@ def in_pairs(engine: Any, report: Report) -> None:
     report.attempt("steps_after", lambda: say_steps(engine))
 
 
+def learnt(engine: Any, report: Report) -> bool:
+    """Measures the cost table that `auto` chooses by; whether that went well."""
+    import engine_bench
+
+    def learn() -> Any:
+        engine.flush_cache()
+        return engine.at_boundary(engine_bench.learn_costs)[0]
+
+    report.attempt("costs", learn)
+    return "costs" not in report.content["errors"]
+
+
 def host_time(engine: Any, report: Report) -> None:
     """What the host takes of a step, and where."""
     import engine_host
+    import engine_pairs
     from machine_noise import quiet_and_watched
 
-    engine.flush_cache()
+    if not learnt(engine, report):
+        return
+    opened, begun = engine_pairs.opened_in(engine, prompts(64)), time.time()
     with quiet_and_watched({}):
-        until = time.time() + (UNTIL - time.time()) * 0.6
-        report.attempt("steps_ms", lambda: engine_host.steps_ms(engine, prompts, under, until))
         report.attempt(
-            "host_profiles", lambda: engine_host.profiles(engine, prompts, under, UNTIL - 8)
+            "steps_ms", lambda: engine_host.steps_ms(opened, begun + (UNTIL - begun) * 0.6)
         )
+        report.attempt("host_profiles", lambda: engine_host.profiles(opened, UNTIL - 8))
 
 
 def stage_times(engine: Any, report: Report) -> None:
     """Where the time of each policy's step goes, by the device's clock; of steps in parts (asked
     for by log-probabilities) also their launches by stage."""
-    import engine_bench
     from engine_cuda import timed
     from machine_noise import quiet_and_watched
 
     from overstory.workers.step_stats import STATS
 
-    engine.flush_cache()
-    engine.at_boundary(engine_bench.learn_costs)
+    timed_ones = [*POLICIES, "tree-63", *(["auto"] if learnt(engine, report) else [])]
     rows: dict[str, dict[str, Any]] = {}
     with quiet_and_watched({}):
         for count in (1, 8):
-            for policy in (*POLICIES, "tree-63", "auto"):
+            for policy in timed_ones:
                 with under(policy):
                     timed(engine, prompts(count), GREEDY)
                     before = STATS.snapshot()["verify"]

@@ -5,10 +5,13 @@
 #
 # Needs python3 with torch and triton, nvcc, and SGLang on PYTHONPATH; no install of this project.
 # One process per role (engine_runs.py); all start at once and say their texts side by side, then they
-# are timed in turn. A role that fails does not stop the others. By itself, in about 100 s after the
-# start: `pairs` (engine_pairs.py), `auto` against the best fixed policies and leases on against off
-# (for ENGINE_SESSION_LEASES seconds), text by text in turn; before it, if both are asked for,
-# `stages`, a step's times by the device's clock; `host` (engine_host.py), where the host's time of a step goes. Into OUT:
+# are timed in turn. A role that fails does not stop the others. By themselves:
+# `pairs` (engine_pairs.py), `auto` against the best fixed policies, window by window of a closed loop, and
+# leases on against off (for ENGINE_SESSION_LEASES seconds); ENGINE_SESSION_SHAPES="1:0 8:1" names requests and
+# temperatures (20 to 30 s each), ENGINE_SESSION_RIVALS="plain chain tree-31" the fixed policies of which the
+# best two are rivals; before it, if both are asked for, `stages`, a step's times by the device's clock;
+# `host` (engine_host.py), where the host's time of a step goes (in about 75 s after the start).
+# ENGINE_SESSION_TOY=1 rehearses `pairs` and `host` on a CPU. Into OUT:
 #   summary.txt   how each ended, then what engine_compare.py says
 #   results.json  all results; bench.jsonl the speeds alone, one a line as they came
 #   logs.txt      the end of every role's output; build.txt  machine and build
@@ -24,8 +27,16 @@ mkdir -p "$out"
 out=$(cd "$out" && pwd)
 python=${PYTHON:-python3}
 use_checkout "$root" kernels workers orchestrator
+PYTHONPATH=$root/tests/gpu:$PYTHONPATH "$python" -c '
+import engine_pairs
+try:
+    engine_pairs.asked_shapes(), engine_pairs.asked_rivals()
+except ValueError as error:
+    raise SystemExit(error)' || exit 2
 mkdir -p "$work/roles"
-export OVERSTORY_KERNELS=cuda
+kernels=cuda
+[ "${ENGINE_SESSION_TOY:-0}" != 1 ] || kernels=auto
+export OVERSTORY_KERNELS=$kernels
 
 bundle() {
   {
@@ -55,6 +66,7 @@ trap bundle EXIT
 
 : >"$work/ends.txt"
 build() {
+  [ "${ENGINE_SESSION_TOY:-0}" != 1 ] || return
   {
     nvidia-smi
     nvcc --version | tail -2

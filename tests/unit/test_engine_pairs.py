@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,32 +16,57 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 
-from engine_pairs import ROUNDS, Shape, Text, Watch, against, compared, measure
+from engine_host import by_file
+from engine_loop import Mark, Window, window_of
+from engine_pairs import (
+    LEARN_MESSAGES,
+    ROUNDS,
+    Shape,
+    Watch,
+    against,
+    asked_rivals,
+    asked_shapes,
+    compared,
+    measure,
+)
 from engine_runs import stages_of
 from policy_world import NUMBERS, OPTIONS, table_of
 
 from overstory.workers.policy.choice import Shape as PolicyShape
 from overstory.workers.policy.chooser import StepChooser
 
-RATES = {"auto": 970.0, "tree-15": 1000.0, "tree-31": 995.0, "chain": 700.0}
-SHAPE = Shape(1, 0.0, 100)
+TOKENS = {"auto": 7, "tree-15": 7, "tree-31": 8, "chain": 5, "plain": 1}
+RATES = {"auto": 9700.0, "tree-15": 10000.0, "tree-31": 9950.0, "chain": 7000.0, "plain": 1000.0}
+SHAPE = Shape(1, 0.0)
 
 
 class Machine:
-    """Texts of a tenth of a second, slower by up to half in stretches of 0.3 to 3 s."""
+    """A closed loop whose steps are slower by up to half in stretches of 0.3 to 3 s."""
 
     def __init__(self, seed: int) -> None:
-        self.now, self.texts = 0.0, list[tuple[str, int]]()
+        self.now, self.turn = 0.0, 0
+        self.opened: list[Shape] = []
+        self.taken: list[tuple[str, int, float]] = []
+        """Of each window its policy, its turn and its size."""
         self._dice, self._until, self._slower = random.Random(seed), 0.0, 1.0
 
-    def speed(self, policy: str, _shape: Shape, number: int) -> Text:
+    @contextmanager
+    def open(self, shape: Shape) -> Iterator[Machine]:
+        self.opened.append(shape)
+        yield self
+
+    def window(self, policy: str, tokens: float = math.inf, most: int = 1 << 40) -> Window:
         if self.now >= self._until:
             self._until += self._dice.uniform(0.3, 3)
             self._slower = self._dice.uniform(1, 1.5)
         rate = RATES[policy] / self._slower / (1 + abs(self._dice.gauss(0, 0.02)))
-        self.now += 100 / rate
-        self.texts.append((policy, number))
-        return Text(rate, 1e3 / rate, {policy: 2})
+        steps = math.ceil(min(most, tokens / TOKENS[policy]))
+        made, begun = steps * TOKENS[policy], self.now
+        self.now += made / rate
+        self.taken.append((policy, self.turn, tokens))
+        ms = 1e3 * made / rate / steps
+        ran = {policy: steps}
+        return Window(begun, made, made / rate, steps - 1, 1, ms, TOKENS[policy], 1.0, ran)
 
     def clock(self) -> float:
         return self.now
@@ -48,7 +76,7 @@ def run(
     machine: Machine, seconds: float, put: Callable[[list[Any]], None] = lambda _: None
 ) -> list[dict[str, Any]]:
     fixed = [name for name in RATES if name != "auto"]
-    return measure(machine.speed, seconds, put, fixed, [SHAPE] * 2, machine.clock)
+    return measure(machine.open, seconds, put, fixed, [SHAPE] * 2, machine.clock)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -56,36 +84,130 @@ def test_hundredths_are_told_where_rates_are_off_by_a_third(seed: int) -> None:
     for row in run(Machine(seed), 1000.0):
         rivals = against(row)
         assert set(rivals) == {"tree-15", "tree-31"}, "the best two"
-        for name, ratio in rivals.items():
-            assert ratio.median == pytest.approx(RATES["auto"] / RATES[name], abs=0.01)
-            assert ratio.interval[0] <= ratio.median <= ratio.interval[1]
-            assert ratio.count == ROUNDS
+        for kind in ("rounds", "steps_alone"):
+            for name, ratio in against(row, kind).items():
+                assert ratio.median == pytest.approx(RATES["auto"] / RATES[name], abs=0.01)
+                assert ratio.interval[0] <= ratio.median <= ratio.interval[1]
+                assert ratio.count == ROUNDS
         rates = [one["auto"] for one in row["rounds"]]
         assert max(rates) > 1.25 * min(rates), "the machine is disturbed"
-        assert row["ran"] == {"auto": 2 * ROUNDS}
-        assert row["ms_per_step"].keys() == {"auto", *rivals}
+        steps = math.ceil(row["window"]["tokens"] / TOKENS["auto"])
+        assert row["ran"] == {"auto": steps * ROUNDS}
+        for name in ("ms_per_step", "steps", "prefills", "prefill_share", "running"):
+            assert row[name].keys() == {"auto", *rivals}
+        assert row["prefills"]["auto"] == 1
+        assert row["steps"]["auto"] == steps - 1
+        assert row["prefill_share"]["auto"] == pytest.approx(1 / steps)
 
 
 def test_it_ends_in_time_and_shapes_have_their_share() -> None:
     told: list[int] = []
     machine = Machine(0)
-    found = run(machine, 20.0, lambda rows: told.append(len(rows)))
+    found = run(machine, 40.0, lambda rows: told.append(len(rows)))
     assert told == [1, 2]
-    assert 19 < machine.now < 21
+    assert machine.opened == [SHAPE] * 2, "a loop for each"
+    assert 39 < machine.now < 41
     counts = [len(row["rounds"]) for row in found]
     assert min(counts) > 10
     assert max(counts) < 1.4 * min(counts)
 
 
+def test_windows_are_as_long_as_asked_and_alike_for_all() -> None:
+    """In whole requests of the pace that `auto` has, once it has learnt."""
+    machine = Machine(1)
+    row = run(machine, 1000.0)[0]
+    size = row["window"]["tokens"]
+    assert row["window"]["new"] == SHAPE.new
+    assert size == SHAPE.new, "0.12 s of 9,700 tokens/s are hardly more than one text"
+    learnt = [tokens for _, _, tokens in machine.taken].index(size)
+    assert learnt > 3.0 / (LEARN_MESSAGES * TOKENS["auto"] / RATES["auto"] * 1.6)
+    sizes = {tokens for _, _, tokens in machine.taken[learnt : learnt + 3 * ROUNDS]}
+    assert sizes == {size}
+    rate = row["fixed"]["plain"]
+    assert rate < 1100, "plain is told, though its windows are cut short"
+    assert machine.now < 1000
+
+
 def test_who_is_first_changes_from_round_to_round() -> None:
     machine = Machine(0)
-    run(machine, 1000.0)
-    texts = machine.texts
-    rounds = [texts[-3 * n : len(texts) - 3 * (n - 1)] for n in range(1, ROUNDS + 1)]
+    row = run(machine, 1000.0)[1]
+    taken = machine.taken
+    rounds = [taken[-3 * n : len(taken) - 3 * (n - 1)] for n in range(ROUNDS, 0, -1)]
+    assert [tuple(policy for policy, *_ in some) for some in rounds] == row["order"]
+    assert all(len({policy for policy, *_ in some}) == 3 for some in rounds)
+    turns = [{turn for _, turn, _ in some} for some in rounds]
+    assert turns == [{number} for number in range(ROUNDS)], "texts of a round are alike"
     firsts = [some[0][0] for some in rounds]
-    assert all(len({policy for policy, _ in some}) == 3 for some in rounds)
-    assert all(len({number for _, number in some}) == 1 for some in rounds), "the same seeds"
     assert {firsts.count(name) for name in ("auto", "tree-15", "tree-31")} == {ROUNDS // 3}
+    begun = [
+        row["begun"][number][name] for number, some in enumerate(row["order"]) for name in some
+    ]
+    assert begun == sorted(begun)
+
+
+def test_a_window_counts_what_came_behind_its_first_message() -> None:
+    """Two prefills in nine messages; the stretches that a prefill is in are no step's time."""
+    kinds = [(0, 0), (1, 0), (3, 1), (2, 0), (1, 0), (1, 0), (1, 0), (4, 1), (1, 0)]
+    at, marks = 10.0, []
+    for took, prefill in kinds:
+        at += took
+        marks.append(Mark(at, 1 if prefill else 5, 1 if prefill else 3, bool(prefill)))
+    window = window_of(marks, {"chain": 6})
+    assert (window.begun, window.seconds) == (10.0, 14.0)
+    assert (window.tokens, window.steps, window.prefills) == (6 * 5 + 2, 6, 2)
+    assert window.ms_per_step == 1000.0
+    assert (window.step_tokens, window.requests) == (5.0, 3.0)
+    assert window.rate == pytest.approx(32 / 14)
+    assert window.step_rate == pytest.approx(5.0)
+    assert window.prefill_share == pytest.approx(8 / 14)
+
+
+@pytest.mark.parametrize(
+    "text", ["8", "0:0", "65:0", "8:-1", "8:nan", "8:2.5", "x:0", "1:0,8:0", " "]
+)
+def test_shapes_that_are_none_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENGINE_SESSION_SHAPES", text)
+    with pytest.raises(ValueError, match=r"ENGINE_SESSION_SHAPES=.*write it like '1:0 "):
+        asked_shapes()
+
+
+def test_shapes_and_rivals_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ENGINE_SESSION_SHAPES", "ENGINE_SESSION_RIVALS"):
+        monkeypatch.setenv(name, "")
+    assert asked_shapes() == [Shape(n, t) for n in (1, 8, 32) for t in (0.0, 1.0)]
+    assert asked_rivals() == ["plain", "chain", "tree-7", "tree-15", "tree-31", "tree-63"]
+    monkeypatch.setenv("ENGINE_SESSION_SHAPES", "2:0 16:0.7 2:0")
+    monkeypatch.setenv("ENGINE_SESSION_RIVALS", "chain tree-63 chain")
+    assert asked_shapes() == [Shape(2, 0.0), Shape(16, 0.7)]
+    assert asked_rivals() == ["chain", "tree-63"]
+
+
+@pytest.mark.parametrize("text", ["chain", "chain auto", "chain tree-64", "chain chain"])
+def test_rivals_that_cannot_run_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENGINE_SESSION_RIVALS", text)
+    with pytest.raises(ValueError, match="ENGINE_SESSION_RIVALS="):
+        asked_rivals()
+
+
+def test_a_profile_is_summed_by_our_files() -> None:
+    """With what they call outside Python; what others call is theirs."""
+    a, b = ("/x/workers/policy/chooser.py", 3, "next"), ("/x/workers/gate.py", 9, "before_pull")
+    other = ("/lib/sglang/scheduler.py", 1, "run")
+    nothing: dict[Any, Any] = {}
+    stats = {
+        a: (10, 10, 2e-3, 9e-3, nothing),
+        (a[0], 8, "hold"): (5, 5, 1e-3, 1e-3, nothing),
+        b: (20, 20, 4e-3, 4e-3, nothing),
+        other: (10, 10, 7e-3, 8e-3, nothing),
+        ("~", 0, "<len>"): (9, 9, 8e-3, 8e-3, {a: (4, 4, 5e-3, 5e-3), other: (5, 5, 3e-3, 3e-3)}),
+        ("/x/workers_else/y.py", 1, "z"): (1, 1, 1.0, 1.0, nothing),
+    }
+    told = [line.split() for line in by_file(stats, 10, ["/x/workers"])[1:]]
+    assert told == [
+        ["700.00", "500.00", "3.50", "all", "of", "them"],
+        ["400.00", "0.00", "2.00", "workers/gate.py"],
+        ["300.00", "500.00", "1.50", "workers/policy/chooser.py"],
+    ]
 
 
 def test_the_interval_holds_the_median_nineteen_times_in_twenty() -> None:
@@ -110,11 +232,15 @@ def test_what_the_rule_believed_and_timed_is_told_shape_by_shape() -> None:
     )
     watch, now = Watch(engine), PolicyShape((1, 0), 0, 256)
     assert watch.about()["rule"] == {"probes": 0}, "nothing was judged"
+    begun = time.perf_counter()
     for took in (21_000, 22_000, 23_000):
         auto.steering.observe_period(1, now, 22_000, took)
     auto.steering.next_beliefs(16, now, NUMBERS, 0)
     told = watch.about()
-    assert told["timed"] == [(1, 1, 21_000), (1, 1, 22_000), (1, 1, 23_000)]
+    assert [row[:3] for row in told["timed"]] == [(1, 1, us) for us in (21_000, 22_000, 23_000)]
+    when = [row[3] for row in told["timed"]]
+    stretch = [begun, *when, time.perf_counter()]
+    assert stretch == sorted(stretch)
     assert told["rule"]["batch"] == 1
     assert list(told["rule"]["options"]) == list(OPTIONS.names)
     assert told["rule"]["options"]["chain"]["us"] == pytest.approx(21_000, rel=0.05)
