@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -146,7 +146,8 @@ class KvHandoff:
         return order
 
     def give(self, order: Any, piece_bytes: int) -> tuple[Iterable[Piece], Callable[[], bool]]:
-        """Rows `start` to `end` of text `text` held under `key`. From a giver's thread.
+        """Rows of texts held under `key`: of each of `moves` (text, start, end). From a giver's
+        thread.
 
         Raises:
             ValueError: no such rows are held here, or the taking rank's rows are others.
@@ -158,11 +159,8 @@ class KvHandoff:
             raise ValueError(f"nothing is held under {order['key']!r}")
         if order["identity"] != self.identity or order["rows"] != table.described():
             raise ValueError("the two replicas do not have the same weights or KV layout")
-        slots = held.texts[order["text"]].slots
-        start, end = order["start"], order["end"]
-        if not 0 <= start < end <= len(slots):
-            raise ValueError(f"rows {start} to {end} of {len(slots)} that are held")
-        return table.gather(slots[start:end], piece_bytes), lambda: self._holds(order["key"], held)
+        slots = torch.cat([_rows_of(held.texts, *move) for move in order["moves"]])
+        return table.gather(slots, piece_bytes), lambda: self._holds(order["key"], held)
 
     def _holds(self, key: str, held: _Order) -> bool:
         with self._lock:
@@ -203,3 +201,11 @@ class KvHandoff:
 
             self._table = RowTable(pool_buffers(scheduler))
         return self._table
+
+
+def _rows_of(texts: Sequence[cached.Held], text: int, start: int, end: int) -> torch.Tensor:
+    """Slots of rows `start` to `end` of a text that is held; ValueError if it has not so many."""
+    if not 0 <= text < len(texts) or not 0 <= start < end <= len(texts[text].slots):
+        have = [len(one.slots) for one in texts]
+        raise ValueError(f"rows {start} to {end} of text {text}; held are {have}")
+    return texts[text].slots[start:end]

@@ -252,23 +252,16 @@ class KvTaking:
             if before is not None:
                 torch.cuda.set_device(slots.device)
                 before.synchronize()
-            taker, at = self._peers().taker(session.name), 0
+            taker = self._peers().taker(session.name)
+            order = {
+                "what": "kv",
+                "key": session.key,
+                "moves": [(m.text, m.start, m.end) for m in part.moves if m.end > m.start],
+                "rows": table.described(),
+                "identity": identity,
+            }
             with torch.inference_mode():
-                for move in part.moves:
-                    if move.end == move.start:
-                        continue
-                    order = {
-                        "what": "kv",
-                        "key": session.key,
-                        "text": move.text,
-                        "start": move.start,
-                        "end": move.end,
-                        "rows": table.described(),
-                        "identity": identity,
-                    }
-                    rows = slots[at : at + move.end - move.start]
-                    taker.take(order, table.scatter(rows, taker.piece_bytes))
-                    at += len(rows)
+                taker.take(order, table.scatter(slots, taker.piece_bytes))
 
         return fetch
 
