@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import ray
-from fixtures_endpoint import proxied, real, scripted, serve_here  # noqa: F401
+from fixtures_endpoint import hasty, proxied, real, scripted, serve_here  # noqa: F401
 from fixtures_hosts import lab  # noqa: F401
 from leftovers import processes_naming, wait_until
 

@@ -94,7 +94,15 @@ def proxied(serve_here: int, tmp_path: Path) -> Iterator[Endpoint]:
     yield from _scripted("proxied", tmp_path, serve_here)
 
 
-def _scripted(name: str, model: Path, proxy_port: int | None) -> Iterator[Endpoint]:
+@pytest.fixture
+def hasty(serve_here: int, tmp_path: Path) -> Iterator[Endpoint]:
+    """The same with little time for a request: `scripted` has as much as a busy machine takes."""
+    yield from _scripted("hasty", tmp_path, None, request_timeout_s=2)
+
+
+def _scripted(
+    name: str, model: Path, proxy_port: int | None, request_timeout_s: float = 30
+) -> Iterator[Endpoint]:
     scripted_replica.write_byte_model(model)
     spec = DeploymentSpec(
         name=name,
@@ -106,7 +114,7 @@ def _scripted(name: str, model: Path, proxy_port: int | None) -> Iterator[Endpoi
             "port": free_port(),
             "max_concurrent_requests": 8,
             "max_queued_requests": 64,
-            "request_timeout_s": 30,
+            "request_timeout_s": request_timeout_s,
             "max_resumes": 1,
         },
     )

@@ -209,10 +209,11 @@ def test_behind_serve_s_proxy(proxied: Endpoint) -> None:
     assert proxied.stats()["aborted"] == 1
 
 
-def test_a_request_out_of_time_is_aborted(scripted: Endpoint) -> None:
-    response = scripted.post(prompt="<stuck>")
+def test_a_request_out_of_time_is_aborted(hasty: Endpoint) -> None:
+    response = hasty.post(prompt="<stuck>")
     assert (response.status_code, response.json()["error"]["code"]) == (504, "request_timeout")
-    wait_until(scripted.idle, 30)
+    wait_until(hasty.idle, 30)
+    assert hasty.stats()["aborted"] == 1
 
 
 # ---------------------------------------------------------------- too much
