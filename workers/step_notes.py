@@ -22,8 +22,8 @@ from overstory.workers.digest import DigestChain, LinkFacts, RequestFacts, Stret
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-STEPS = 64
-"""Batches of a link, at most: a lease of the usual length, whose begin makes a link anyway."""
+STEPS = 128
+"""Batches of a link, at most: half of the longest lease; where one begins a link ends anyway."""
 
 CHOICE = "_overstory_choice"
 """Attribute on a batch result: the step's tree policy, with what it was chosen by. A prefill's has

@@ -6,7 +6,7 @@ the step gate, the digests and a thread that grants leases. Between steps ``--sp
 are read outside the interpreter's lock, about as a driver's launches do: what a step needs of the
 caches has to come back, and another thread that waits for the lock gets it.
 
-`--parts` adds texts with a part of it alone: the bare wrappers, the gate, the digests.
+`--parts` adds texts with a part of it alone: what the harness adds, the gate, the digests.
 
     .venv/bin/python tests/engine/bench_leases.py --texts 200
 """
@@ -17,24 +17,23 @@ import argparse
 import contextlib
 import ctypes
 import gc
+import math
 import os
-import statistics
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 
 from bench_host_step import ROWS, made_up_steps
-from engine_bench import Leases
-from engine_cuda import CudaEngine, timed
+from engine_bench import LEASE_KINDS, leases
+from engine_compare import lease_costs
+from engine_cuda import CudaEngine
 
+from overstory.workers import tree_policy
 from overstory.workers.ddtree import POLICY_ENV
 from overstory.workers.environment import prepare_process
-from overstory.workers.gate import StepGate
 from overstory.workers.settled_heap import settle_heap
 from overstory.workers.tiny.paths import resolve_model
 
@@ -45,15 +44,6 @@ class HostEngine(CudaEngine):
     """On a CPU."""
 
     device = "cpu"
-    thread_s = 0.0
-    """CPU time of the loop's thread in the last free run."""
-
-    def free_run(self, rids: Sequence[str]) -> float:
-        clock = time.pthread_getcpuclockid(self._thread.ident)
-        begun = time.clock_gettime(clock)
-        over = super().free_run(rids)
-        self.thread_s = time.clock_gettime(clock) - begun
-        return over
 
 
 class Spoiler:
@@ -76,64 +66,11 @@ class Spoiler:
             one[0] += 1
 
 
-class _WithoutNotes:
-    def note(self, batch: Any, choice: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _WithoutGate(StepGate):
-    def before_pull(self, view: Any) -> list[Any]:
-        return []
-
-    def after_broadcast(self, requests: list[Any], view: Any) -> list[Any]:
-        return requests
-
-
 @contextlib.contextmanager
-def without(engine: HostEngine, *names: str) -> Iterator[None]:
-    """Leases whose parts ``names`` (`notes`, `gate`) do nothing."""
-    leases = Leases(engine)
-    if "notes" in names:
-        leases.notes = lambda: _WithoutNotes()
-    if "gate" in names:
-        leases.gate = lambda notes: _WithoutGate(0, 30.0, lambda lease: None)
-    with leases:
-        yield
-
-
-def measure(
-    engine: HostEngine, kinds: dict[str, Callable[[], Any]], texts: int, tokens: int
-) -> dict[str, list[tuple[float, float]]]:
-    """Of each kind and text: microseconds of a step, of the wall and of the loop's thread."""
-    params = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
-    found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
-    names = list(kinds)
-    for number in range(texts + WARM_TEXTS):
-        turn = number % len(names)
-        for kind in (*names[turn:], *names[:turn]):
-            with kinds[kind]():
-                rate = timed(engine, [list(range(40, 100))], params)
-            if number >= WARM_TEXTS:
-                both = (rate.seconds, engine.thread_s)
-                found[kind].append(tuple(1e6 * seconds / rate.forwards for seconds in both))
-    return found
-
-
-def say(found: dict[str, list[tuple[float, float]]]) -> None:
-    """Prints medians, and medians of the differences of texts beside each other."""
-    free = found["free"]
-    for kind, rows in found.items():
-        wall, own = (statistics.median(column) for column in zip(*rows, strict=True))
-        more, more_own = (
-            statistics.median(a[i] - b[i] for a, b in zip(rows, free, strict=True)) for i in (0, 1)
-        )
-        ratio = statistics.median(b[0] / a[0] for a, b in zip(rows, free, strict=True))
-        print(
-            f"{kind:10s} {wall:7.1f} us a step of the wall, {own:7.1f} of the thread; more than "
-            f"free: {more:6.1f}, {more_own:6.1f}; speed against free {ratio:.4f}",
-            flush=True,
-        )
+def tree_31(_policy: str | None) -> Iterator[None]:
+    """The policy all the time."""
+    tree_policy.set_current(tree_policy.parse_policy("tree-31"))
+    yield
 
 
 def main() -> None:
@@ -157,21 +94,15 @@ def main() -> None:
     made_up_steps(engine.scheduler, [1, 2])
     engine._view._slot_table = None  # As on a GPU, where digests hold no slots.
     settle_heap()
-    kinds: dict[str, Callable[[], Any]] = {
-        "free": contextlib.nullcontext,
-        "leased": lambda: Leases(engine),
-    }
-    if options.parts:
-        kinds |= {
-            "wrappers": lambda: without(engine, "notes", "gate"),
-            "gate": lambda: without(engine, "notes"),
-            "digests": lambda: without(engine, "gate"),
-        }
+    kinds = list(LEASE_KINDS) if options.parts else ["leased", "leased_256"]
     replays = engine.scheduler.draft_worker._step_graphs._steps
     for kilobytes in map(int, options.spoil_kb.split(",")):
         replays.between = Spoiler(kilobytes).act
         print(f"{kilobytes} KB spoilt a step, load {os.getloadavg()[0]:.1f}")
-        say(measure(engine, kinds, options.texts, options.tokens))
+        prompt = list(range(40, 100))
+        leases(engine, prompt, tree_31, math.inf, WARM_TEXTS, kinds, options.tokens)
+        rows = leases(engine, prompt, tree_31, math.inf, options.texts, kinds, options.tokens)
+        lease_costs("host", rows)
     gc.collect()
     print("threads:", ", ".join(thread.name for thread in threading.enumerate()))
     sys.stdout.flush()

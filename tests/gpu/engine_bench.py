@@ -272,24 +272,40 @@ class Leases:
     """The step gate in a harness's loop, with a thread that grants leases as a controller does.
 
     Free running: nothing of it. The digests of a rank come with it.
+
+    Args:
+        steps: of a lease. 64 are `control.lease_steps`; a replica of more than 512 steps/s is
+            granted 256 (`ControllerState`).
+        without: parts that do nothing, of `gate` and `notes`; without both what is left is what
+            the harness itself adds to a step.
     """
 
-    STEPS = 64
+    def __init__(self, engine: Any, steps: int = 64, without: Sequence[str] = ()) -> None:
+        self._engine, self._steps, self._without = engine, steps, without
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def notes(self) -> Any:
-        """What notes the batches."""
+    def _notes(self) -> Any:
         from overstory.workers.digest import DigestChain
+        from overstory.workers.step_notes import StepNotes
 
-        return self._engine._view.notes(DigestChain())
+        class Idle(StepNotes):
+            def note(self, batch: Any, result: Any) -> None: ...
 
-    def gate(self, notes: Any) -> Any:
-        """The gate, whose leases begin with a link of ``notes``."""
+        kind = Idle if "notes" in self._without else StepNotes
+        view = self._engine._view
+        return kind(DigestChain(), view._slots, view._free_slots)
+
+    def _gate(self, notes: Any) -> Any:
         from overstory.workers.gate import StepGate
 
-        return StepGate(0, 30.0, lambda lease: notes.close())
+        class Idle(StepGate):
+            def before_pull(self, scheduler: Any) -> list[Any]:
+                return []
+
+            def after_broadcast(self, requests: list[Any], scheduler: Any) -> list[Any]:
+                return requests
+
+        kind = Idle if "gate" in self._without else StepGate
+        return kind(0, 30.0, lambda lease: notes.close())
 
     def __enter__(self) -> None:
         from overstory.orchestrator.controller import REPORT_WAIT_S
@@ -302,8 +318,8 @@ class Leases:
 
         engine = self._engine
         view, receiver = View(engine.scheduler), engine._gate
-        notes = self.notes()
-        gate = self.gate(notes)
+        notes = self._notes()
+        gate = self._gate(notes)
         self._given = receiver.recv_requests, engine.scheduler.process_batch_result
         receive, process = self._given
 
@@ -326,8 +342,8 @@ class Leases:
             while not self._ending.is_set():
                 if seq == 0 or gate.view().wants_next:
                     seq += 1
-                    gate.offer(Lease(epoch, seq, self.STEPS, "tree-31"))
-                gate.await_due(REPORT_WAIT_S, view.launched(), self.STEPS)
+                    gate.offer(Lease(epoch, seq, self._steps, "tree-31"))
+                gate.await_due(REPORT_WAIT_S, view.launched(), self._steps)
 
         self._thread = threading.Thread(target=grant, daemon=True)
         self._thread.start()
@@ -341,28 +357,51 @@ class Leases:
         self._engine.scheduler.process_batch_result = process
 
 
+LEASE_KINDS: dict[str, dict[str, Any]] = {
+    "leased": {},
+    "leased_256": {"steps": 256},
+    "harness": {"without": ("gate", "notes")},
+    "gate": {"without": ("notes",)},
+    "digests": {"without": ("gate",)},
+}
+"""What `leases` compares with free running, as arguments of `Leases`."""
+
+
 def leases(
     engine: Any,
     prompt: list[int],
     under: Callable[[str | None], AbstractContextManager[None]],
     until: float,
     pairs: int = 60,
+    kinds: Sequence[str] = ("leased",),
+    tokens: int = 640,
 ) -> list[dict[str, float]]:
-    """Tokens/s of one request under tree-31 with and without leases, a text each in turn; for as
-    many pairs, and not beyond ``until`` (seconds since the epoch)."""
+    """One request under tree-31 with and without leases, a text each in turn; for as many rounds,
+    and not beyond ``until`` (seconds since the epoch).
+
+    Returns:
+        of each round, by kind (`free` and ``kinds``, of `LEASE_KINDS`): tokens/s; and microseconds
+        of a step: KIND_us of the wall, KIND_own_us of CPU time of the loop's thread.
+    """
     from engine_cuda import timed
     from machine_noise import quiet_and_watched
 
-    params: Mapping[str, Any] = {"temperature": 0.0, "max_new_tokens": 640, "ignore_eos": True}
+    params: Mapping[str, Any] = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
     found: list[dict[str, float]] = []
+    every = ("free", *kinds)
     with under("tree-31"), quiet_and_watched({}):
         for number in range(1 + pairs):
-            rates = {}
-            for kind in ("free", "leased") if number % 2 else ("leased", "free"):
-                with Leases(engine) if kind == "leased" else contextlib.nullcontext():
-                    rates[kind] = timed(engine, [prompt], params).as_dict()["tokens_per_s"]
+            row: dict[str, float] = {}
+            turn = number % len(every)
+            for kind in (*every[turn:], *every[:turn]):
+                leased = Leases(engine, **LEASE_KINDS[kind]) if kind != "free" else None
+                with leased or contextlib.nullcontext():
+                    rate = timed(engine, [prompt], params)
+                row[kind] = rate.tokens / rate.seconds
+                row[f"{kind}_us"] = 1e6 * rate.seconds / rate.forwards
+                row[f"{kind}_own_us"] = 1e6 * engine.thread_s / rate.forwards
             if number:
-                found.append(rates)
+                found.append(row)
             if time.time() > until:
                 break
     return found

@@ -199,10 +199,26 @@ def host_times(every: dict[str, dict[str, Any]]) -> None:
                 f"\n== {role}: step {found['step_ms']:.3f} ms, device {found['device_ms']:.3f}, "
                 f"host {found['host_ms']:.3f}, launches {found['launches']:.0f}"
             )
-        leased = report.get("leases", [])
-        if len(leased) > 1:
-            ratios = sorted(pair["leased"] / pair["free"] for pair in leased)
-            print(f"== {role}: leases on against off {compared(ratios)}")
+        for rows in (report.get("leases", []), report.get("lease_parts", [])):
+            if len(rows) > 1:
+                lease_costs(role, rows)
+
+
+def lease_costs(role: str, rows: list[dict[str, float]]) -> None:
+    """Leases on against off, and what they add to a step; texts beside each other are compared."""
+    for kind in (name for name in rows[0] if name != "free" and not name.endswith("_us")):
+        print(f"== {role}: {kind} against free {compared([r[kind] / r['free'] for r in rows])}")
+        wall, own = (
+            statistics.median(row[f"{kind}_{what}"] - row[f"free_{what}"] for row in rows)
+            for what in ("us", "own_us")
+        )
+        free, own_free = (
+            statistics.median(r[f"free_{what}"] for r in rows) for what in ("us", "own_us")
+        )
+        print(
+            f"   {wall:+.1f} us of the wall to a step of {free:.0f}, {own:+.1f} of the loop's "
+            f"thread to {own_free:.0f}"
+        )
 
 
 def pairs(every: dict[str, dict[str, Any]]) -> None:

@@ -35,6 +35,7 @@ class CudaEngine(EngineHarness):
         self._over = threading.Event()
         self._over_at = 0.0
         self.first_at: dict[str, float] = {}
+        self.thread_s = 0.0  # CPU time of the loop's thread in the last `free_run`
         collector = self.scheduler.output_streamer.send_to_detokenizer
         given = collector.send_output
 
@@ -59,6 +60,9 @@ class CudaEngine(EngineHarness):
             when the last token was out, by `time.perf_counter`.
         """
         deadline = time.monotonic() + RUN_DEADLINE_S
+        assert self._thread.ident is not None
+        clock = time.pthread_getcpuclockid(self._thread.ident)
+        begun = time.clock_gettime(clock)
         self._over.clear()
         self._over_at = time.perf_counter()
         self._left = {rid for rid in rids if not self.outputs[rid].done}
@@ -74,6 +78,7 @@ class CudaEngine(EngineHarness):
         finally:
             with self._gate.condition:
                 self._gate.allowed = 0
+            self.thread_s = time.clock_gettime(clock) - begun
         self._gate.wait_idle()
         left = [rid for rid in rids if not self.outputs[rid].done]
         assert not left, f"{len(left)} of {len(rids)} requests not done"

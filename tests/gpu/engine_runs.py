@@ -6,9 +6,9 @@ Writes OUT/ROLE.json. All roles say their texts side by side; then `ours`, `stoc
 timed in turn (`engine_bench.py`), then long contexts, profiles and the rest, one at a time. `pairs`
 compares `auto` to fixed policies and leases to none (`engine_pairs.py`), `stages` says where the
 device's time goes by its own clock (OVERSTORY_DEVICE_TIMES), `host` says where the
-host's time of a step goes (`engine_host.py`); they say no texts. When all has to end by is in
-ENGINE_SESSION_UNTIL, seconds since the epoch. ENGINE_SESSION_TOY=1 rehearses `pairs` and `host`
-on a CPU.
+host's time of a step goes (`engine_host.py`), `leases` what leases cost, and what part of them;
+they say no texts. When all has to end by is in ENGINE_SESSION_UNTIL, seconds since the epoch.
+ENGINE_SESSION_TOY=1 rehearses `pairs`, `host` and `leases` on a CPU.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def build(role: str, out: Path) -> Any:
     if role.startswith("fp32"):
         fields |= {"dtype": "float32"}
     name = name_of(role)
-    if name in ("ours", "pairs", "host", "stages"):
+    if name in ("ours", "pairs", "host", "stages", "leases"):
         return CudaEngine(pair[0], **fields, **ddtree(pair[1], attention_backend="overstory"))
     if name == "triton":
         own = ddtree(pair[1], attention_backend="triton", **graphs_off)
@@ -735,7 +735,7 @@ def main() -> None:
             report.put("failed", ["build"])
             os._exit(1)
         report.put("start_seconds", time.monotonic() - begun)
-        if not role.startswith(("long", "pairs", "host", "stages")):
+        if not role.startswith(("long", "pairs", "host", "stages", "leases")):
             say(engine, role, report)
     if not role.startswith("fp32"):
         report.put("texts_over", wait_for_texts(out, UNTIL - 110))
@@ -759,6 +759,9 @@ def main() -> None:
     if role == "host":
         with alone(out):
             host_time(engine, report)
+    if role == "leases":
+        with alone(out):
+            lease_costs(engine, report)
     after(engine, role, out, report)
     report.put("seconds", time.monotonic() - begun)
     os._exit(0)
@@ -845,6 +848,21 @@ def learnt(engine: Any, report: Report) -> bool:
 
     report.attempt("costs", learn)
     return "costs" not in report.content["errors"]
+
+
+def lease_costs(engine: Any, report: Report) -> None:
+    """Leases against none for 60% of the time, then what part of them costs what."""
+    import engine_bench
+
+    begun = time.time()
+    for name, kinds, until in (
+        ("leases", ("leased", "leased_256"), begun + 0.6 * (UNTIL - begun)),
+        ("lease_parts", ("harness", "gate", "digests"), UNTIL - 2),
+    ):
+        measured = lambda kinds=kinds, until=until: engine_bench.leases(  # noqa: E731
+            engine, prompts(1)[0], under, until, 2000, kinds
+        )
+        report.attempt(name, measured)
 
 
 def host_time(engine: Any, report: Report) -> None:
