@@ -241,7 +241,8 @@ class ClosedLoop:
         at = time.perf_counter()
         self._given(message, request)
         if not hasattr(message, "output_ids"):
-            self._refused(getattr(message, "rid", None))
+            if (rid := getattr(message, "rid", None)) in self._places:
+                self._ended(rid, {"type": "abort", "message": self._engine.outputs[rid].refused})
             return
         rids = message.rids
         prefill = not self._fresh.isdisjoint(rids)
@@ -252,25 +253,23 @@ class ClosedLoop:
         if any(message.finished_reasons):
             for rid, reason in zip(rids, message.finished_reasons, strict=True):
                 if reason:
-                    self._replace(rid)
+                    self._ended(rid, reason)
         if self._wanted is not None:
             mark = Mark(at, sum(map(len, message.output_ids)), len(rids), prefill)
             if self._wanted.heard(mark):
                 self._wanted = None
 
-    def _refused(self, rid: str | None) -> None:
-        """Without a request too few would run: the loop ends with what the scheduler said."""
-        if rid in self._places:
-            self._places.pop(rid)
-            if not self._closing:
-                raise RuntimeError(f"a request was refused: {self._engine.outputs[rid].refused}")
-
-    def _replace(self, rid: str) -> None:
+    def _ended(self, rid: str, reason: dict[str, Any]) -> None:
+        """Has the next request take the place of one that has ended. Where one was refused too few
+        would run: the loop ends with what the scheduler said."""
         place = self._places.pop(rid)
         self._fresh.discard(rid)
         del self._engine.outputs[rid]  # thousands come and go
-        if not self._closing:
-            self._submit(place, self._new)
+        if self._closing:
+            return
+        if reason["type"] == "abort":
+            raise RuntimeError(f"a request was refused: {reason['message']}")
+        self._submit(place, self._new)
 
     def _stop(self) -> None:
         """Ends all requests and leaves the engine idle, as it was found."""
