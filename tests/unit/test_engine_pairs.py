@@ -32,8 +32,10 @@ from engine_pairs import (
 from engine_runs import stages_of
 from policy_world import NUMBERS, OPTIONS, table_of
 
+from overstory.workers.policy.beliefs import GREEDY
 from overstory.workers.policy.choice import Shape as PolicyShape
 from overstory.workers.policy.chooser import StepChooser
+from overstory.workers.policy.evidence import WANTED, Walk
 
 TOKENS = {"auto": 7, "tree-15": 7, "tree-31": 8, "chain": 5, "plain": 1}
 RATES = {"auto": 9700.0, "tree-15": 10000.0, "tree-31": 9950.0, "chain": 7000.0, "plain": 1000.0}
@@ -232,6 +234,8 @@ def test_what_the_rule_believed_and_timed_is_told_shape_by_shape() -> None:
     )
     watch, now = Watch(engine), PolicyShape((1, 0), 0, 256)
     assert watch.about()["rule"] == {"probes": 0}, "nothing was judged"
+    for _ in range(WANTED):  # else nothing is judged
+        auto.steering.observe(GREEDY, Walk([-1, 0, 1], [-1, 0, 0], [1, 2], 3, True))
     begun = time.perf_counter()
     for took in (21_000, 22_000, 23_000):
         auto.steering.observe_period(1, now, 22_000, took)
