@@ -221,7 +221,7 @@ class Steering:
         changed, as at the end of texts, it waits: its steps could not be compared.
         """
         announced, self.announced = self.announced, False
-        if self._drafter != ON or not any(shape.drafting):
+        if self._drafter != ON or not any(shape.drafting) or not self._all_known(shape):
             return NO_PROBE
         place = place_of(self._table, shape)
         self._visits.pass_steps(place, steps)
@@ -248,7 +248,9 @@ class Steering:
                 self._periods.off(place, option),
             )
         self._quiet = self._visits.look(place, best, prices)
-        tried = self._visits.due(place) if announced and steady >= STEADY else None
+        # A best option that is new has no steps yet that a visit could be compared to.
+        ready = announced and best == before and steady >= STEADY
+        tried = self._visits.due(place) if ready else None
         if tried is None:
             self.announced = self._quiet <= period
             return NO_PROBE

@@ -33,7 +33,10 @@ DEAR = 4.0
 """Steps of the best option that a visit may lose to be repeated while it is young."""
 
 
-SURE = 2.0
+ACCIDENT = 8.0
+"""Times as far off as a share may well be, no accident is assumed."""
+
+SURE = 3.0
 """Times as far off as a share may well be, it is not."""
 
 BOLD = 4.0
@@ -70,11 +73,16 @@ def interval(price: Price, visits: int) -> float:
         doublings = min(visits, DOUBLINGS)  # visits go on for days, and floats end at 2**1024
         return min(STEPS[0] / 2 * 2.0**doublings, STEPS[1])
     lost = max(0.0, 1 - price.share) * price.steps
-    young = visits < YOUNG and (not visits or (price.share >= HOPELESS and lost <= DEAR))
+    young = visits < YOUNG and (not visits or (lost <= DEAR and _by_accident(price)))
     hopeful = price.share * math.exp(SURE * price.off) >= 1
     cost = lost / (BOLD if hopeful else 1.0) + (0.0 if young else price.work)
     full = min(max(cost * 1000 / LOSS, STEPS[0]), STEPS[1])
     return max(STEPS[0] / 2, full * visits / YOUNG) if young else full
+
+
+def _by_accident(price: Price) -> bool:
+    """Whether what is believed of an option may be that far off."""
+    return price.share >= HOPELESS and math.log(price.share) + ACCIDENT * price.off >= 0
 
 
 class Visits:
