@@ -113,7 +113,7 @@ def test_a_text_that_is_refused_is_told(
     """Too few would run; the loop that saw it ends, and whoever waits is told why."""
     import engine_loop
 
-    monkeypatch.setattr(engine_loop, "BEGIN_S", 20.0)
+    monkeypatch.setattr(engine_loop, "POLL_S", 0.05)
 
     def refused(number: int) -> tuple[list[int], dict[str, Any]]:
         return PROMPTS[0], {"temperature": 0.0, "logit_bias": {"3": float("nan")}}

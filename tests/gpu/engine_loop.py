@@ -24,6 +24,10 @@ SETTLE = 4
 BEGIN_S = 60.0
 WINDOW_S = 120.0
 ABORT_STEPS = 200
+POLL_S = 5.0
+"""Who waits for a window looks so often whether the loop still runs: it takes the interpreter, and
+Python's profiler sees it."""
+
 _MANY = 1 << 40
 
 Text = tuple[list[int], dict[str, Any]]
@@ -214,7 +218,7 @@ class ClosedLoop:
     def _wait(self, event: threading.Event, seconds: float, late: Callable[[], str]) -> None:
         """Sleeps until the loop sets ``event``; RuntimeError if it ends before or takes longer."""
         gate, deadline = self._engine._gate, time.monotonic() + seconds
-        while not event.wait(1.0):
+        while not event.wait(POLL_S):
             if gate.ended is not None:
                 raise RuntimeError("the scheduler's event loop ended") from gate.ended
             if time.monotonic() > deadline:
