@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 BRING_S = 30.0
 """Longest that a sequence waits for its KV; then it is computed again."""
-FEWEST_BYTES, FIRST_BYTES, MOST_BYTES = 16 << 20, 64 << 20, 4 << 30
+FEWEST_BYTES, FIRST_BYTES, MOST_BYTES = 16 << 20, 64 << 20, 16 << 30
 """Of a rank, in one part: at least, at first, at most. What came is kept when the next part does
-not come; each part costs a boundary."""
+not come; each part costs a boundary, and that its first and last piece overlap with nothing."""
 PART_S = 0.25
 """So long, about, a part is on its way, whatever the link."""
 LOOK_S = 0.5

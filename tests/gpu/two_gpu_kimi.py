@@ -38,7 +38,7 @@ LENGTHS = (200, 400) if TOY else (8192, 32768)
 MADE_UP = 1000 if TOY else 200_000
 LAST = int(os.environ.get("TWO_GPU_KIMI_LAST", 600 if TOY else 65536))
 """Computed last: its prefill takes most of the time. 0: not at all."""
-BUDGET = 4 << 30
+BUDGET = int(os.environ.get("TWO_GPU_KIMI_PART", 16 << 30))
 """Bytes of a part: the most that a deployment takes (`orchestrator.handoff.MOST_BYTES`)."""
 KIND: Any = "tcp" if TOY else "nccl"
 LAYERS = int(os.environ.get("TWO_GPU_KIMI_LAYERS", "61"))
