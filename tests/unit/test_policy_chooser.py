@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +29,7 @@ from overstory.workers.policy.chooser import (
 )
 from overstory.workers.policy.cost_table import CostTable
 from overstory.workers.policy.evidence import Walk
+from overstory.workers.policy.launches import APART_NS
 from overstory.workers.policy.options import CHAIN, PLAIN
 from overstory.workers.policy.steering import Steering
 from overstory.workers.tree_policy import parse_policy
@@ -62,15 +63,19 @@ def observe(chooser: StepChooser, at_hand: Any, walk: Walk | None) -> None:
 def what_comes(
     choosers: Sequence[StepChooser], dice: random.Random, steps: int, same: int
 ) -> Iterator[Any]:
-    """Batches of so many steps. About every ``same`` / 3 something changes: the requests, the rule
-    in force, or a prefill came between; texts grow and start anew."""
-    reqs = [req(), req(40), req(**{OPT_OUT: False}), req()]
+    """Batches of so many steps. About every ``same`` / 4 something changes: the requests, fewer of
+    them go on, the rule in force, or a prefill came between; texts grow and start anew."""
+    reqs = [req(), req(40), req(**{OPT_OUT: False}), *[req() for _ in range(20)]]
     at_hand, length = reqs[:1], 100
     for _ in range(steps):
-        what = dice.choice(["reqs", "prefill", "rule", *["same"] * same])
+        what = dice.choice(["reqs", "ends", "prefill", "rule", *["same"] * same])
         length = length + 7 if length < 3000 else 100
         if what == "reqs":
-            at_hand = dice.sample(reqs, dice.randint(1, 3))
+            some = reqs[: dice.choice((3, 4, len(reqs)))] if dice.random() < 0.5 else reqs[3:]
+            at_hand = dice.sample(some, dice.randint(1, min(len(some), 16)))
+        elif what == "ends" and len(at_hand) > 1:
+            gone = dice.choice(at_hand)
+            at_hand = [one for one in at_hand if one is not gone]
         elif what == "prefill":
             for one in choosers:
                 one.interrupted()
@@ -176,7 +181,7 @@ def test_two_ranks_whose_hosts_run_ahead_choose_alike() -> None:
     first, second = (StepChooser(OPTIONS, ranks.of(rank), False) for rank in (0, 1))
     for one in (first, second):
         one.start(table_of((700, 800, 810, 820, 840, 880)), 0.05)
-    whys, unseen = set(), 0
+    whys, unseen, shrank = set(), 0, 0
     for step, now in enumerate(what_comes((first, second), dice, 6000, 300)):
         policy, told = first.next(now)
         assert second.next(now) == (policy, told), step
@@ -184,10 +189,12 @@ def test_two_ranks_whose_hosts_run_ahead_choose_alike() -> None:
         whys.update(told.split()[1:2])
         assert (first._held is None) == (second._held is None), "or one looked alone"
         unseen += first._held is not None
+        shrank += first._held is not None and len(first._held.reqs) < len(first._held.first)
         walk = world.walk(OPTIONS.policies.index(policy))
         observe(first, now, walk)
     assert {"best", "probe"} <= whys
     assert unseen > 3000
+    assert shrank > 100
 
 
 def test_a_choice_stands_until_a_quarter_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,6 +369,93 @@ def test_what_runs_of_steps_tell_ends_with_the_batch(monkeypatch: pytest.MonkeyP
         one.next(batch(*left))
         now[0] += 1_000_000
     assert seen == []
+
+
+def test_a_step_in_which_requests_ended_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host puts away what they held before it launches the next one: not the option's time."""
+    beliefs = Beliefs.none(len(OPTIONS), places_of(table_of()))
+    one, now, seen = timed(monkeypatch, [PLAIN, CHAIN, CHAIN], beliefs)
+    reqs = [req() for _ in range(16)]
+    for number in range(7):
+        if number in (1, 6):
+            one._held = None
+        one.next(batch(*(reqs[2:] if number == 6 else reqs)))
+        now[0] += 1_000_000 * (1 + number)
+    assert [us for *_, us in seen] == [3000, 4000, 5000], "2 is looked at, 6 is when they ended"
+
+
+def test_a_visit_tells_what_it_can_before_requests_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look would tell of it, and there is none while a batch shrinks."""
+    beliefs = Beliefs.none(len(OPTIONS), places_of(table_of()))
+    one, now, seen = timed(monkeypatch, [PLAIN, CHAIN, PLAIN], beliefs)
+    reqs = [req() for _ in range(16)]
+    assert one._auto is not None
+    assert one._auto.steering is not None
+    one._auto.steering.announced = True
+    for number in range(18):
+        if number == 1:
+            one._held = None
+        one.next(batch(*(reqs[1:] if number > 10 else reqs)))
+        now[0] += 1_000_000 * (1 + number)
+        assert all(us < 11_000 for *_, us in seen), "they ended in 11, and those after are fewer"
+    assert [us for *_, us in seen] == [3000, 4000, 5000, 6000, 7000, 8000]
+
+
+def steady_after(what: Callable[[StepChooser, list[Any]], list[Any]]) -> list[int]:
+    """Steps that rank 0 says it has been steady for, when it asks for beliefs: ``what`` happens
+    at the 10th of 16, and gives the requests of those after."""
+    one = StepChooser(OPTIONS, FakeRanks().of(0), False)
+    one.start(table_of((700, 800, 810, 820, 840, 880)), 0.05)
+    assert one._auto is not None
+    assert one._auto.steering is not None
+    told = []
+    given = one._auto.steering.next_beliefs
+    one._auto.steering.next_beliefs = lambda *some: told.append(some[-1]) or given(*some)  # type: ignore
+    reqs = [req() for _ in range(16)]
+    for number in range(3 * chooser.SYNC_STEPS):
+        if number == chooser.SYNC_STEPS + 10:
+            reqs = what(one, reqs)
+        one.next(batch(*reqs))
+    return told
+
+
+def test_nothing_is_visited_before_there_are_steps_to_compare_to() -> None:
+    """Steps that were not timed do not count: a visit after them would be in vain."""
+
+    def waits(one: StepChooser, reqs: list[Any]) -> list[Any]:
+        one.interrupted()
+        assert one._run is not None
+        one._run.marks[:] = [mark - 2 * APART_NS if mark > 0 else mark for mark in one._run.marks]
+        return reqs
+
+    def prefills(one: StepChooser, reqs: list[Any]) -> list[Any]:
+        one.interrupted()
+        return reqs
+
+    def runs_another(one: StepChooser, reqs: list[Any]) -> list[Any]:
+        tree_policy.HOLDER.set_current(parse_policy("tree-15"))
+        one.next(batch(*reqs))
+        tree_policy.HOLDER.set_current(parse_policy("auto"))
+        return reqs
+
+    def ends(_one: StepChooser, reqs: list[Any]) -> list[Any]:
+        return reqs[1:]
+
+    assert steady_after(prefills) == [0, 16, 32]
+    assert steady_after(waits) == [0, 16, 7], "no request for seconds"
+    assert steady_after(runs_another) == [0, 16, 7]
+    assert steady_after(ends) == [0, 16, 1], "not looked at, so not timed until the next look"
+
+
+def test_prefills_alone_are_not_noted_for_ever() -> None:
+    """Where answers are of one token no step comes for days."""
+    one = StepChooser(OPTIONS, FakeRanks().of(0), False)
+    one.start(table_of(), 0.05)
+    one.next(batch(req()))
+    for _ in range(1000):
+        one.interrupted()
+    assert one._run is not None
+    assert len(one._run.marks) < 8
 
 
 def test_the_rules_own_work_is_no_options_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,8 +59,8 @@ OBSERVED_EVERY_NS = 80_000_000
 the host 0.1 to 0.2 ms (small launches, a copy, a walk in Python), and that is time of a step."""
 
 LEAVING = 4
-"""A choice stands until one in so many of its requests has left: where a batch ends they leave one
-by one, and a look at each would cost more than it could gain."""
+"""A choice stands until more than one in so many of its requests have left: where a batch ends they
+leave one by one, and a look at each would cost more than it could gain."""
 
 _KIND = "overstory_kind"
 _CONTEXT_GRAIN = 256
@@ -268,7 +268,7 @@ class StepChooser:
         self._begun: tuple[int, int, int] | None = None  # (ns, option, expected us) of this step
         self._ended: tuple[int, int] | None = None  # (ns, batch) of the last step
         self._run: Run | None = None  # steps that are timed from launch to launch
-        self._steady = 0  # steps that the batch has been of one place for
+        self._steady = 0  # steps that the batch has been of one place for; of a run, those timed
         self._place = -1
 
     def start(self, table: CostTable, floor: float) -> None:
@@ -291,11 +291,11 @@ class StepChooser:
             count = len(held.reqs)
             if held.covers(rule, batch, auto.since + 1):
                 auto.since += 1
-                self._steady += 1
                 if len(held.reqs) != count:
-                    self._run, self._steady = None, 0
+                    self._end_run(auto.steering)
                 elif self._run is not None:
                     self._run.marks.append(time.perf_counter_ns())
+                    self._steady += 1
                 return last.policy, last.told
         self._held = None
         return self._looked_at(auto, rule, batch)
@@ -307,9 +307,10 @@ class StepChooser:
         now = time.perf_counter_ns()
         if auto is not None and auto.steering is not None:
             self._note_pause(auto.steering, len(batch.reqs))
-            self._note_run(auto.steering, now)
+            self._note_run(auto.steering, now, len(batch.reqs))
         if isinstance(rule, TreePolicy):
-            self._run, self._ruling = None, False
+            self._end_run()
+            self._ruling = False
             return rule, str(rule)
         assert auto is not None, "an automatic policy is in force without a cost table"
         shape = self._shape_of(batch)
@@ -362,7 +363,8 @@ class StepChooser:
     def interrupted(self) -> None:
         """Something else than a decode step comes next: the time that passes is not a step's."""
         self._ended = self._begun = self._shape = self._held = None
-        if self._run is not None:
+        # Once: there may be no step for days, where answers are of one token.
+        if self._run is not None and self._run.marks[-1] != INTERRUPTED:
             self._run.marks.append(INTERRUPTED)
 
     def outcome(
@@ -490,15 +492,32 @@ class StepChooser:
         if ended is not None and ended[1] == batch:
             steering.observe_overhead(batch, (time.perf_counter_ns() - ended[0]) // 1000)
 
-    def _note_run(self, steering: Steering, now: int) -> None:
-        """The times of the steps that were not looked at."""
+    def _note_run(self, steering: Steering, now: int, count: int) -> None:
+        """The times of the steps that were not looked at; one of ``count`` requests begins."""
         run = self._run
         if run is None:
             return
-        shape = run.shape
-        costs = self._costs(shape)
-        for took_us in run.looked_at(now, steering.announced):
-            steering.observe_period(run.option, shape, max(1, costs[run.option]), took_us)
+        if count != run.shape.batch:  # what ended is put away within the last one's time
+            run.marks.append(INTERRUPTED)
+        self._tell(steering, run, now, steering.announced)
+        if run.stood:
+            self._end_run()
+
+    def _end_run(self, steering: Steering | None = None) -> None:
+        """Steps to come are compared to none before: nothing is visited until there are enough. Of
+        those before, ``steering`` is told what came right after another option."""
+        if self._run is not None and steering is not None:
+            self._run.marks.append(INTERRUPTED)
+            self._tell(steering, self._run, time.perf_counter_ns(), False)
+        self._run, self._steady = None, 0
+
+    def _tell(self, steering: Steering, run: Run, now: int, announced: bool) -> None:
+        """The times of a run's steps, as `Run.looked_at` gives them."""
+        took = run.looked_at(now, announced)
+        if took:
+            cost_us = max(1, self._costs(run.shape)[run.option])
+            for took_us in took:
+                steering.observe_period(run.option, run.shape, cost_us, took_us)
 
     def _costs(self, shape: Shape) -> tuple[int, ...]:
         assert self._auto is not None

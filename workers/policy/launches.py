@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median_low
 
 from overstory.workers.policy.choice import Shape
 from overstory.workers.policy.compared import BESIDE
@@ -19,18 +21,28 @@ WORKED = 0
 INTERRUPTED = -1
 """A mark: something else than a decode step ran."""
 
+LOOP_WAITED = 4
+"""Where a step took more than so many times what steps around it did, the loop waited: for a lease,
+for a command at a boundary, or as it was paused."""
+
+APART_NS = 1_000_000_000
+"""Steps further apart are not compared: a server without requests, or a loop that waited. What
+disturbs a machine comes and goes meanwhile (`compared.py`)."""
+
 
 def periods_ns(marks: Sequence[int]) -> list[int]:
     """What steps took, of those whose time was theirs alone.
 
     The step before still runs while one is launched, so it must have been of the same kind: the
-    first of all and the first after an interruption do not count. Nor does one that the rule's own
-    work fell into: that falls on tried options more often than on others.
+    first of all and the first after an interruption or a wait of the loop do not count. Nor does
+    one that the rule's own work fell into: that falls on tried options more often than on others.
 
     Args:
         marks: launches of steps of one kind, in nanoseconds, and `WORKED` and `INTERRUPTED` among
             them, in their order.
     """
+    alone = [later - mark for mark, later in pairwise(marks) if mark > 0 and later > 0]
+    most = LOOP_WAITED * median_low(alone) if alone else 0
     found: list[int] = []
     launched = follows = worked = 0
     for mark in marks:
@@ -39,6 +51,8 @@ def periods_ns(marks: Sequence[int]) -> list[int]:
         elif mark == INTERRUPTED:
             launched = 0
         else:
+            if launched and not worked and mark - launched > most:
+                launched = 0
             if launched and follows and not worked:
                 found.append(mark - launched)
             follows, launched, worked = launched, mark, 0
@@ -53,8 +67,9 @@ class Run:
         option, place: of all of them.
         shape: of the batch, since the last look.
         visited: whether steps of another option came right before.
-        marks: since the last look.
+        marks: since the last look, which is the first.
         told: how many of its first steps have been told of.
+        stood: whether at the last look the loop had launched nothing of it for long.
     """
 
     option: int
@@ -63,15 +78,20 @@ class Run:
     visited: bool
     marks: list[int] = field(default_factory=list)
     told: int = 0
+    stood: bool = False
 
     def looked_at(self, now: int, announced: bool) -> list[int]:
         """At a look, which begins a step ``now``: microseconds of the steps since the last one that
         others may be compared to: the first of a run right after another option and, if a visit is
         ``announced``, the last ones."""
-        self.marks.append(now)
-        took = [max(1, ns // 1000) for ns in periods_ns(self.marks)]
+        self.stood = now - max(self.marks) > APART_NS
+        marks = [*self.marks, now]
         self.marks[:] = (now, WORKED)
-        first = min(BESIDE - self.told, len(took)) if self.visited else 0
+        wanted = BESIDE - self.told if self.visited else 0
+        if not wanted and not announced:
+            return []
+        took = [max(1, ns // 1000) for ns in periods_ns(marks)]
+        first = min(wanted, len(took))
         self.told += first
         last = max(first, len(took) - BESIDE) if announced else len(took)
         return took[:first] + took[last:]
