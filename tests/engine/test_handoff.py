@@ -513,7 +513,6 @@ def test_what_a_request_brings_meanwhile_is_kept(here: EngineHarness, replica: R
     assert move.resume() == lengths
 
 
-@pytest.mark.full
 def test_a_taking_replica_that_is_killed_in_the_middle(
     here: EngineHarness, pair: tuple[str, str], tp_size: int, arguments: dict[str, Any]
 ) -> None:
