@@ -34,11 +34,13 @@ def captured(launch: Callable[[], object]) -> torch.cuda.CUDAGraph:
 class Batch:
     """Buffers of a captured verify of `bs` requests, filled anew for every replay."""
 
-    def __init__(self, bs: int, seed: int, workspace: torch.Tensor) -> None:
-        self.bs = bs
+    def __init__(
+        self, bs: int, seed: int, workspace: torch.Tensor, most_rows: int = MOST_ROWS
+    ) -> None:
+        self.bs, self.most_rows = bs, most_rows
         self.generator = torch.Generator().manual_seed(seed)
-        self.most_prefix = SLOTS // bs - MOST_ROWS
-        tokens = bs * MOST_ROWS
+        self.most_prefix = SLOTS // bs - most_rows
+        tokens = bs * most_rows
         ints = {"dtype": torch.int32, "device": "cuda"}
         self.kv = torch.randn(SLOTS, 1, 576, generator=self.generator).bfloat16().cuda()
         self.q = torch.zeros(tokens, HEADS, 576, dtype=torch.bfloat16, device="cuda")
@@ -46,7 +48,7 @@ class Batch:
         self.kv_indptr = torch.zeros(bs + 1, **ints)
         self.kv_indices = torch.zeros(SLOTS, dtype=torch.int64, device="cuda")
         self.out_cache_loc = torch.zeros(tokens, dtype=torch.int64, device="cuda")
-        mask_bytes = bs * MOST_ROWS * (self.most_prefix + MOST_ROWS)
+        mask_bytes = bs * most_rows * (self.most_prefix + most_rows)
         self.mask = torch.zeros(mask_bytes, dtype=torch.bool, device="cuda")
         self.mask_indptr = torch.zeros(bs + 1, dtype=torch.int64, device="cuda")
         self.out = torch.zeros(tokens, HEADS, 512, dtype=torch.bfloat16, device="cuda")
@@ -65,7 +67,7 @@ class Batch:
             self.mask_indptr,
             scale=0.07,
             lse=self.lse,
-            max_q=MOST_ROWS,
+            max_q=self.most_rows,
             out=self.out,
             workspace=self.workspace,
         )
@@ -73,7 +75,7 @@ class Batch:
     def refill(self) -> int:
         """Other lengths, rows (fewer than captured, some requests empty), masks, slots."""
         prefixes = torch.randint(0, self.most_prefix + 1, (self.bs,), generator=self.generator)
-        rows = torch.randint(0, MOST_ROWS + 1, (self.bs,), generator=self.generator)
+        rows = torch.randint(0, self.most_rows + 1, (self.bs,), generator=self.generator)
         prefixes[rows == 0] = 1  # a padded request: SGLang gives it one slot
         slots = torch.randperm(SLOTS, generator=self.generator)
         total, tokens = int(prefixes.sum()), int(rows.sum())
@@ -116,13 +118,15 @@ class Batch:
         assert bool((got_lse[tokens:] == -torch.inf).all())
 
 
-def workspace() -> torch.Tensor:
-    return ops.attention_workspace("cuda", HEADS, MOST_ROWS)
+def workspace(most_rows: int = MOST_ROWS) -> torch.Tensor:
+    return ops.attention_workspace("cuda", HEADS, most_rows)
 
 
 @pytest.mark.parametrize("bs", [1, 5])
-def test_verify_attention_replayed_with_other_values(bs: int) -> None:
-    batch = Batch(bs, seed=bs, workspace=workspace())
+@pytest.mark.parametrize("most_rows", [MOST_ROWS, 9, 4])
+def test_verify_attention_replayed_with_other_values(bs: int, most_rows: int) -> None:
+    """Eight tiles twice, nine and four."""
+    batch = Batch(bs, seed=bs, workspace=workspace(most_rows), most_rows=most_rows)
     batch.refill()
     graph = captured(batch.launch)
     for replay in range(100):
