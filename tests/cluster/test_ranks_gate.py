@@ -17,7 +17,7 @@ TOKENS = 48
 STREAM_TOKENS = 1500
 NO_DIGESTS = 10**9
 """As `after_forward`: leave the digests out of a report."""
-IDLE_LOOK_S = 20.0
+IDLE_LOOK_S = 8.0
 IDLE_SHARE = 0.05
 
 
