@@ -40,7 +40,7 @@ STALL_S = 60.0
 SILENCE_S = 30.0
 LOST_KEPT = 20
 """Lost replicas that stay in the status, to say why they went."""
-LONGEST = 4
+LONGEST = 16
 """Times `lease_steps`, the longest lease: ranks keep what 2048 steps did, to tell where they
 differ."""
 

@@ -220,7 +220,7 @@ class ControlSpec(_Section):
 
     lease_s: float = Field(default=0.5, ge=0)
     """A replica that runs those steps sooner than in so many seconds gets as many as it runs in
-    them, at most four times as many: each lease costs control calls."""
+    them, at most sixteen times as many: each lease costs control calls."""
 
     lease_timeout_s: float = Field(default=5.0, gt=0)
     """Seconds that rank 0 waits for a late lease; then ranks run free under the last policy."""

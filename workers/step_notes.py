@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 STEPS = 128
-"""Batches of a link, at most: half of the longest lease; where one begins a link ends anyway."""
+"""Batches of a link, at most; where a lease begins one ends anyway."""
 
 CHOICE = "_overstory_choice"
 """Attribute on a batch result: the step's tree policy, with what it was chosen by. A prefill's has

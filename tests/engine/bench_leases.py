@@ -94,7 +94,7 @@ def main() -> None:
     made_up_steps(engine.scheduler, [1, 2])
     engine._view._slot_table = None  # As on a GPU, where digests hold no slots.
     settle_heap()
-    kinds = list(LEASE_KINDS) if options.parts else ["leased", "leased_256"]
+    kinds = list(LEASE_KINDS) if options.parts else ["leased", "leased_500"]
     replays = engine.scheduler.draft_worker._step_graphs._steps
     for kilobytes in map(int, options.spoil_kb.split(",")):
         replays.between = Spoiler(kilobytes).act

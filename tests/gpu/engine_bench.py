@@ -274,8 +274,8 @@ class Leases:
     Free running: nothing of it. The digests of a rank come with it.
 
     Args:
-        steps: of a lease. 64 are `control.lease_steps`; a replica of more than 512 steps/s is
-            granted 256 (`ControllerState`).
+        steps: of a lease. 64 are `control.lease_steps`, the least that a controller grants by
+            default; a replica of 1,000 steps/s is granted 500 (`control.lease_s`).
         without: parts that do nothing, of `gate` and `notes`; without both what is left is what
             the harness itself adds to a step.
     """
@@ -359,7 +359,7 @@ class Leases:
 
 LEASE_KINDS: dict[str, dict[str, Any]] = {
     "leased": {},
-    "leased_256": {"steps": 256},
+    "leased_500": {"steps": 500},
     "harness": {"without": ("gate", "notes")},
     "gate": {"without": ("notes",)},
     "digests": {"without": ("gate",)},

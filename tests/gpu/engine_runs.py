@@ -851,13 +851,13 @@ def learnt(engine: Any, report: Report) -> bool:
 
 
 def lease_costs(engine: Any, report: Report) -> None:
-    """Leases against none for 60% of the time, then what part of them costs what; texts of some 270
-    steps, so that leases of 256 begin in them."""
+    """Leases against none for 60% of the time, then what part of them costs what; texts of some 400
+    steps."""
     import engine_bench
 
-    begun, tokens = time.time(), 160 if TOY else 2000
+    begun, tokens = time.time(), 160 if TOY else 3000
     for name, kinds, until in (
-        ("leases", ("leased", "leased_256"), begun + 0.6 * (UNTIL - begun)),
+        ("leases", ("leased", "leased_500"), begun + 0.6 * (UNTIL - begun)),
         ("lease_parts", ("harness", "gate", "digests"), UNTIL - 2),
     ):
         measured = lambda kinds=kinds, until=until: engine_bench.leases(  # noqa: E731

@@ -11,7 +11,7 @@
 # temperatures (20 to 30 s each), ENGINE_SESSION_RIVALS="plain chain tree-31" the fixed policies of which the
 # best two are rivals; before it, if both are asked for, `stages`, a step's times by the device's clock;
 # `host` (engine_host.py), where the host's time of a step goes (in about 75 s after the start);
-# `leases`, leases of 64 and of 256 steps against none, and what their parts cost, for all the time there is.
+# `leases`, leases of 64 and of 500 steps against none, and what their parts cost, for all the time there is.
 # ENGINE_SESSION_TOY=1 rehearses `pairs`, `host` and `leases` on a CPU. Into OUT:
 #   summary.txt   how each ended, then what engine_compare.py says
 #   results.json  all results; bench.jsonl the speeds alone, one a line as they came
