@@ -402,7 +402,8 @@ class StepChooser:
         if not self._settled:
             return self._turn % OBSERVED_STEPS == 0
         now = time.perf_counter_ns()
-        if now - self._counted_ns < OBSERVED_EVERY_NS:
+        # Where steps are as long as that, those between are to be timed.
+        if self._turn % OBSERVED_STEPS or now - self._counted_ns < OBSERVED_EVERY_NS:
             return False
         self._counted_ns = now
         return True
