@@ -384,7 +384,10 @@ def test_a_step_in_which_requests_ended_is_not_timed(monkeypatch: pytest.MonkeyP
     assert [us for *_, us in seen] == [3000, 4000, 5000], "2 is looked at, 6 is when they ended"
 
 
-def test_a_visit_tells_what_it_can_before_requests_end(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ended", [5, 10])
+def test_a_visit_tells_what_it_can_before_requests_end(
+    ended: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A look would tell of it, and there is none while a batch shrinks."""
     beliefs = Beliefs.none(len(OPTIONS), places_of(table_of()))
     one, now, seen = timed(monkeypatch, [PLAIN, CHAIN, PLAIN], beliefs)
@@ -395,10 +398,103 @@ def test_a_visit_tells_what_it_can_before_requests_end(monkeypatch: pytest.Monke
     for number in range(18):
         if number == 1:
             one._held = None
-        one.next(batch(*(reqs[1:] if number > 10 else reqs)))
+        one.next(batch(*(reqs[1:] if number > ended else reqs)))
         now[0] += 1_000_000 * (1 + number)
-        assert all(us < 11_000 for *_, us in seen), "they ended in 11, and those after are fewer"
-    assert [us for *_, us in seen] == [3000, 4000, 5000, 6000, 7000, 8000]
+    told = [3000, 4000, 5000, 6000, 7000, 8000]
+    assert [us for *_, us in seen] == told[: ended - 2], "not that they ended in, nor those after"
+
+
+def test_what_is_told_of_steps_is_of_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More requests come while an option goes on: of the same place, or of another, where nothing
+    was visited."""
+    beliefs = Beliefs.none(len(OPTIONS), places_of(table_of()))
+    one, now, seen = timed(monkeypatch, [PLAIN, *[CHAIN] * 5], beliefs)
+    reqs = [req() for _ in range(16)]
+    for number in range(16):
+        if number in (1, 15):
+            one._held = None
+        if number in (5, 10):
+            one.interrupted()
+        count = 1 if number >= 10 else 12 if number < 5 else 16
+        one.next(batch(*reqs[:count]))
+        now[0] += 1_000_000 * (1 + number)
+    assert [(size, us) for _, size, _, us in seen] == [
+        (12, 3000),
+        (12, 4000),
+        (16, 7000),
+        (16, 8000),
+        (16, 9000),
+    ]
+
+
+def looks_of(one: StepChooser) -> list[Any]:
+    """Batches that a chooser looks at from now on."""
+    looks: list[Any] = []
+    given = one._looked_at
+    one._looked_at = lambda auto, rule, now: looks.append(now) or given(auto, rule, now)  # type: ignore
+    return looks
+
+
+def holding(beside: bool = True, parts: Callable[[Any], bool] = lambda _: False) -> StepChooser:
+    """A chooser whose beliefs hold for long, made for one request; of a host beside the device."""
+    one = StepChooser(OPTIONS, FakeRanks().of(0), not beside, parts)
+    one.start(table_of((700, 800, 810, 820, 840, 880)), 0.05)
+    assert one._auto is not None
+    one._auto.beliefs = replace(one._auto.beliefs, known=(1, 1), holds=100)
+    one._auto.since, one._auto.place = 0, 0
+    return one
+
+
+def test_a_choice_stands_within_its_lengths_and_under_its_rule() -> None:
+    one, alone = holding(), req()
+    looks = looks_of(one)
+    for context in (300, 301, 511, 512, 600, 511):
+        one.next(batch(alone, context=context))
+    assert [now.seq_lens_sum for now in looks] == [300, 512, 511]
+    tree_policy.HOLDER.set_current(parse_policy("auto"))
+    one.next(batch(alone, context=510))
+    assert len(looks) == 3, "another lease of the same rule, which each rank reads for itself"
+    tree_policy.HOLDER.set_current(parse_policy("auto<=8"))
+    one.next(batch(alone, context=510))
+    assert len(looks) == 4
+
+
+def test_each_that_ends_is_looked_at_where_it_may_change_what_is_best() -> None:
+    """One among others wants nothing drafted, or asks for steps in parts; or is timed by itself."""
+    for one, reqs in (
+        (holding(), [req() for _ in range(7)] + [req(**{OPT_OUT: False})]),
+        (holding(parts=lambda at_hand: len(at_hand.reqs) > 7), [req() for _ in range(8)]),
+        (holding(beside=False), [req() for _ in range(8)]),
+    ):
+        looks = looks_of(one)
+        one.next(batch(*reqs))
+        one.next(batch(*reqs[:-1]))
+        assert [len(now.reqs) for now in looks] == [8, 7]
+
+
+def test_beliefs_made_for_another_place_hold_less_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, reqs = holding(), [req() for _ in range(16)]
+    assert one._auto is not None
+    beliefs = (replace(one._auto.beliefs, version=version) for version in (7, 8))
+    monkeypatch.setattr(one, "_agree", lambda *_: next(beliefs))
+    until = chooser.SYNC_STEPS * chooser.HOLDS_ELSEWHERE
+    versions = [int(one.next(batch(*reqs))[1].split()[-1]) for _ in range(until + 600)]
+    assert versions == [0] * (until - 1) + [7] * 601, "then they are of this one"
+    assert chooser.SYNC_STEPS * chooser.HOLDS_ELSEWHERE <= 256, "another batch, other costs"
+
+
+def test_steps_of_a_fixed_policy_are_not_counted() -> None:
+    one, at_hand = holding(), batch(req())
+    tree = random_tree(random.Random(4), 1, 9, 6)
+    accepted = tree_accept(tree, tree.tokens, 8)
+    one.next(at_hand)
+    tree_policy.HOLDER.set_current(parse_policy("tree-8"))
+    policy, _ = one.next(at_hand)
+    assert all(one.outcome(at_hand, policy, tree, accepted) is None for _ in range(8))
+    tree_policy.HOLDER.set_current(parse_policy("auto"))
+    one.next(at_hand)
+    told = [one.outcome(at_hand, policy, tree, accepted) is not None for _ in range(8)]
+    assert any(told)
 
 
 def steady_after(what: Callable[[StepChooser, list[Any]], list[Any]]) -> list[int]:

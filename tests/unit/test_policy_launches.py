@@ -57,6 +57,8 @@ def test_a_loop_that_waited_is_no_steps_time() -> None:
     assert periods_ns(marks) == [11, 12, 13, 14]
     assert periods_ns(launches(10, 11, 11 * LOOP_WAITED, 12)) == [11, 11 * LOOP_WAITED, 12]
     assert periods_ns(launches(10, 1, 11, 12, 13)) == [1, 11, 12, 13], "a short one says nothing"
+    *before, last = launches(10, 11, 12, 60_000)
+    assert periods_ns([*before, WORKED, last, last + 2, last + 15]) == [11, 12, 13]
     at_its_end = launches(10, 11, 12, 60_000)
     assert periods_ns(at_its_end) == [11, 12]
 

@@ -51,7 +51,7 @@ def periods_ns(marks: Sequence[int]) -> list[int]:
         elif mark == INTERRUPTED:
             launched = 0
         else:
-            if launched and not worked and mark - launched > most:
+            if launched and mark - launched > most:
                 launched = 0
             if launched and follows and not worked:
                 found.append(mark - launched)
