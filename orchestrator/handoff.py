@@ -117,7 +117,7 @@ class _Pair:
 
     Attributes:
         tried: a first meeting has been tried, or is not wanted before there is a sequence.
-        over: nobody comes any more.
+        ends: which of the two ends its process, once nobody comes any more.
     """
 
     giver: str
@@ -126,7 +126,7 @@ class _Pair:
     name: str = ""
     task: asyncio.Task[None] | None = None
     tried: asyncio.Event = field(default_factory=asyncio.Event)
-    over: bool = False
+    ends: str = ""
 
 
 class HandOffs:
@@ -156,11 +156,11 @@ class HandOffs:
         )
 
     async def part(self, replica: str) -> None:
-        """A replica goes and nobody comes for what it had: its ranks part from others while all of
-        them are there. Returns when they have."""
+        """A replica goes and nobody comes for what it had: others' ranks part from its own while
+        all of them are there. Returns when they have."""
         pairs = [p for p in self._pairs.values() if replica in (p.giver, p.taker)]
         for pair in pairs:
-            pair.over = True
+            pair.ends = replica
         if tasks := [pair.task for pair in pairs if pair.task is not None]:
             await asyncio.wait(tasks)
 
@@ -217,7 +217,7 @@ class HandOffs:
                     batch, pair.waiting = pair.waiting, []
                     await self._session(pair, batch)
                     idle_since = time.monotonic()
-                elif pair.over or time.monotonic() - idle_since >= LINGER_S:
+                elif pair.ends or time.monotonic() - idle_since >= LINGER_S:
                     await self._part(pair)
                     ended = True
         finally:
@@ -385,12 +385,12 @@ class HandOffs:
                 await self._steering.carry_out(pair.giver, Command("kv_let_go", {"key": key}))
 
     async def _part(self, pair: _Pair) -> None:
-        """Both sides close; whoever is gone has closed."""
+        """Both sides close; whoever is gone has closed, and whoever ends need not."""
         name, pair.name = pair.name, ""
         if not name:
             return
         sides = []
-        for replica in (pair.taker, pair.giver):
+        for replica in {pair.taker, pair.giver} - {pair.ends}:
             with contextlib.suppress(NotMoved):
                 ranks = self._steering.ranks_of(replica)
                 sides += [(replica, rank) for rank in range(ranks)]

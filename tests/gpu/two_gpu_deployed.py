@@ -37,7 +37,8 @@ from overstory.workers.tiny.prompts import heldout_prompts
 
 TOY = os.environ.get("TWO_GPU_TOY") == "1"
 MODEL = "overstory-tiny"
-NEW = 120 if TOY else 800
+NEW = 120 if TOY else int(os.environ.get("TWO_GPU_NEW", "2400"))
+"""Tokens of an answer: long enough to be under way when a replica goes."""
 PROMPT_TOKENS = 300 if TOY else 1600
 CLIENTS = 6
 WARM_S = 15.0
@@ -50,7 +51,7 @@ ON_GPUS = (
     "engine.attention_backend=overstory",
     "engine.disable_prefill_cuda_graph=true",
     "engine.mem_fraction_static=0.35",
-    "engine.max_total_tokens=24576",
+    "engine.max_total_tokens=65536",
     "engine.max_running_requests=8",
     "engine.cuda_graph_bs_decode=[1,4,8]",
 )

@@ -5,6 +5,7 @@
 #   tests/gpu/two_gpu_session.sh OUT SECONDS [PART...]
 #
 # TWO_GPU_TOY=1 rehearses every part on a CPU.
+# TWO_GPU_NEW: tokens of each answer of a deployment (2400; 800 until the ninth run).
 # TWO_GPU_KIMI_LAST=0 leaves out the prefill of 65,536 tokens, which takes half of kimi.hand_off.
 # SLICE_MODULES: as for rank_slice_session.sh. kimi.hand_off needs them; others then find there what
 # they would compile, or put it there.

@@ -58,7 +58,8 @@ def bring(
     controller = Controller(answer)
     found = None if answer == "nobody" else controller
     monkeypatch.setattr(replica_handoff, "find_controller", lambda _: found)
-    monkeypatch.setattr(replica_handoff, "BRING_S", 0.05)
+    if answer is None:
+        monkeypatch.setattr(replica_handoff, "BRING_S", 0.05)
     asyncio.run(ReplicaHandOff("d", "new", on, 40, None).bring(call_of(length, kv_at)))
     return controller.asked
 

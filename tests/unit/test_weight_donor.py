@@ -3,6 +3,7 @@ scripted Ray."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +17,7 @@ import torch
 from overstory.kernels import ops
 from overstory.orchestrator import weight_donor
 from overstory.orchestrator.weight_donor import Donor, find_donor
-from overstory.workers.handoff import rank_side
+from overstory.workers.handoff import identity, rank_side
 from overstory.workers.handoff.loading import SHELF
 from overstory.workers.handoff.pieces import Piece
 from overstory.workers.handoff.rank_side import RankSide
@@ -101,6 +102,27 @@ def test_rank_meets_rank_and_nothing_stays(
     donor.part()
     for giver in there.givers.values():
         assert giver._peers._open == {}
+
+
+def test_a_rank_does_not_wait_for_the_end_of_what_brought_its_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("identity_of", "weights_settings", "weights_move"):
+        monkeypatch.setattr(identity, name, lambda *_: "")
+    rank, may_close, closed = side(), threading.Event(), threading.Event()
+
+    def slowly(name: str) -> None:
+        assert name == "weights-old-1"
+        may_close.wait(20.0)
+        closed.set()
+
+    monkeypatch.setattr(rank, "close", slowly)
+    server_args: Any = None
+    with rank.loading(server_args, 0, "weights-old-1"):
+        assert not closed.is_set()
+    may_close.set()
+    assert closed.wait(20.0)
+    assert SHELF.source is None
 
 
 def test_nccl_meets_where_others_reach_this_node(monkeypatch: pytest.MonkeyPatch) -> None:

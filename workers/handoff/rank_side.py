@@ -100,8 +100,8 @@ class RankSide:
 
     @contextlib.contextmanager
     def loading(self, server_args: ServerArgs, rank: int, source: str) -> Iterator[None]:
-        """While the weights are loaded: from disk, or over the communicator `source`, which is
-        closed after it."""
+        """While the weights are loaded and graphs captured: from disk, or over the communicator
+        `source`, which is closed after it, in a thread: NCCL takes half a second for that."""
         from overstory.workers.collectives import CollectiveError
         from overstory.workers.handoff.identity import identity_of, weights_move, weights_settings
         from overstory.workers.handoff.loading import SHELF
@@ -119,7 +119,9 @@ class RankSide:
         finally:
             SHELF.source = None
             if source:
-                self.close(source)
+                threading.Thread(
+                    target=self.close, args=(source,), name="weights-close", daemon=True
+                ).start()
             taken = SHELF.taken
             self._loaded = {
                 "peer_bytes": taken.bytes,
