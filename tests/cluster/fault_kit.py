@@ -25,6 +25,8 @@ from overstory.orchestrator.serving import actor_names
 CALL_S = 30.0
 STREAM_S = 300.0
 REPAIR_S = 300.0
+LOOK_S = 0.2
+"""Between two looks at all of a deployment, which cost what is starting there some of its cores."""
 
 
 @dataclass
@@ -179,7 +181,7 @@ class Deployment:
     def await_whole(self, replicas: int) -> float:
         """Seconds until `whole`."""
         try:
-            return wait_until(lambda: self.whole(replicas), REPAIR_S, "all to be whole")
+            return wait_until(lambda: self.whole(replicas), REPAIR_S, "all to be whole", LOOK_S)
         except AssertionError as late:
             seen = {
                 "ready": ready(self.endpoint.url),

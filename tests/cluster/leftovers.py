@@ -9,13 +9,16 @@ import ray
 
 
 def wait_until(
-    true: Callable[[], object], timeout_s: float = 20.0, what: str = "what was expected"
+    true: Callable[[], object],
+    timeout_s: float = 20.0,
+    what: str = "what was expected",
+    every_s: float = 0.02,
 ) -> float:
     """Polls; seconds it took. Fails with `what` at the deadline."""
     begun = time.monotonic()
     while not true():
         assert time.monotonic() - begun < timeout_s, f"waited {timeout_s:g} s in vain for {what}"
-        time.sleep(0.02)
+        time.sleep(every_s)
     return time.monotonic() - begun
 
 

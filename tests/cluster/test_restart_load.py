@@ -30,6 +30,9 @@ from overstory.workers.tiny.paths import resolve_model
 pytestmark = pytest.mark.timeout(1200)  # minutes where two cores are all there is
 
 MODEL = "overstory-tiny"
+LOOK_S = 2.0
+"""Between two commands that look: each one takes a core for a second, which the start that is
+waited for would have."""
 SMALL = ("engine.tp_size=1", "tree.budget=15", "engine.context_length=1024")
 
 
@@ -167,7 +170,7 @@ def _crash_one(deployed: Deployed, before: dict[str, int]) -> None:
         now = deployed.replicas()
         return len(now) == len(before) and now != before
 
-    wait_until(replaced, UP_S, "the replica is replaced")
+    wait_until(replaced, UP_S, "the replica is replaced", LOOK_S)
 
 
 @pytest.mark.full
@@ -244,7 +247,7 @@ def test_a_loss_during_a_restart_stops_it_and_the_next_one_goes_on(deployed: Dep
             fresh[:] = [pid for name, pid in deployed.replicas().items() if name not in before]
             return bool(fresh)
 
-        wait_until(leased, UP_S, "its lease")
+        wait_until(leased, UP_S, "its lease", LOOK_S)
         os.kill(fresh[0], signal.SIGKILL)
         assert command.wait(UP_S) == 1, said.read_text()
         assert "stopped at a replica that failed (" in said.read_text()
