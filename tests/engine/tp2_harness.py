@@ -6,6 +6,7 @@ first. So every test that takes an `EngineHarness` runs at TP 2 too.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -141,4 +142,5 @@ def _obey(pipe: Connection, harness: EngineHarness) -> None:
             pipe.send(("state", state(harness)))
         else:
             harness.close()
+            gc.freeze()  # or the interpreter looks through all of SGLang before it ends
             return

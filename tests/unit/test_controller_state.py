@@ -138,7 +138,8 @@ def test_a_lease_at_most_lies_between_reports(clock, steps):
 
 
 @pytest.mark.parametrize(
-    ("steps_per_s", "steps"), [(0, 64), (100, 64), (128, 64), (400, 200), (1300, 650), (10_000, 1024)]
+    ("steps_per_s", "steps"),
+    [(0, 64), (100, 64), (128, 64), (400, 200), (1300, 650), (10_000, 1024)],
 )
 def test_a_fast_replica_gets_longer_leases(clock, steps_per_s, steps):
     state = ControllerState("demo", ControlSpec(lease_s=0.5), clock)
