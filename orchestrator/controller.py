@@ -3,7 +3,8 @@
 ```
 discovery   every DISCOVERY_S  rank actors by name -> new replicas      (also: register)
 replica     until lost         attach; grant what the state says is due
-                               wait on rank 0 for a reason to report    (a lease due or run)
+                               wait on rank 0 for a reason to report    (a lease due, half a lease
+                               run)
                                read the other ranks' reports, compare digests
                                ranks differ -> the rank to blame is ended, with the cause
                                no answer -> attach again, later and later

@@ -369,7 +369,7 @@ class RankHost:
     def _begin_lease(self, lease: Lease) -> None:
         """On every rank, at the boundary where `lease` begins; errors end the rank."""
         assert self._notes is not None
-        self._notes.close()  # What commands change must not mix with what steps did.
+        self._notes.lease(lease.steps)  # What commands change must not mix with what steps did.
         if self._gather is not None:
             assert self._view is not None
             self._gather.compare(self._view.raw.tp_group)

@@ -2,8 +2,9 @@
 
 A step that a GPU runs in a millisecond is paid for in full by what the host does beside it. So a
 batch is only noted (who was in it, how long each output is), and what lies behind a few notes is
-read, and hashed, at once: when there are `STEPS` of them, when a request of a batch has ended, and
-at each boundary where a lease begins. All of that comes at the same batch on all ranks.
+read, and hashed, at once: at each boundary where a lease begins, shortly before half of it is run
+(where a report comes), and when a request of a batch has ended. All of that comes at the same batch
+on all ranks.
 
 Between two steps an engine leaves little of this in the caches, where each call of a function costs
 several times what it costs in a loop: so a note is a few calls, and a link holds many.
@@ -22,8 +23,11 @@ from overstory.workers.digest import DigestChain, LinkFacts, RequestFacts, Stret
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-STEPS = 128
-"""Batches of a link, at most; where a lease begins one ends anyway."""
+STEPS = 64
+"""Batches of a link, at most, before the first lease."""
+MOST_STEPS = 256
+BEHIND = 2
+"""Batches of which the results may not have been taken in yet where a report is due."""
 
 CHOICE = "_overstory_choice"
 """Attribute on a batch result: the step's tree policy, with what it was chosen by. A prefill's has
@@ -54,6 +58,7 @@ class StepNotes:
         self._chain = chain
         self._slots = slots
         self._free_slots = free_slots
+        self._steps = STEPS
         self._begin()
         self._noted = 0
         self._spent_ns = 0
@@ -75,8 +80,13 @@ class StepNotes:
             self._stretches.append((len(forwards), choice, self._reqs))
         forwards.append(batch.forward_iter)
         self._given.extend(map(len, map(_output_of, reqs)))
-        if len(forwards) == STEPS or any(map(_end_of, reqs)):
+        if len(forwards) >= self._steps or any(map(_end_of, reqs)):
             self.close()
+
+    def lease(self, steps: int) -> None:
+        """A lease of ``steps`` begins: the link before it ends, and another at half of it."""
+        self.close()
+        self._steps = max(1, min(MOST_STEPS, steps // 2 - BEHIND))
 
     def close(self) -> None:
         """Makes a link of what was noted since the last one; none if that is nothing."""

@@ -26,7 +26,7 @@ from overstory.workers.death_note import EXIT_DIVERGED, EXIT_LOOP_FAILED, EXIT_W
 from overstory.workers.rank import RankIdentity
 
 LEASE_STEPS = 32
-"""A link of digests covers up to 8 steps and reports come twice a lease."""
+"""Links of digests and reports come twice a lease."""
 WATCHDOG_S = 12  # above the lease time-out of `LiveEngine`
 NOTICE_S = 60.0
 NO_MEMORY_S = 20.0

@@ -305,7 +305,7 @@ class Leases:
                 return requests
 
         kind = Idle if "gate" in self._without else StepGate
-        return kind(0, 30.0, lambda lease: notes.close())
+        return kind(0, 30.0, lambda lease: notes.lease(lease.steps))
 
     def __enter__(self) -> None:
         from overstory.orchestrator.controller import REPORT_WAIT_S
@@ -343,7 +343,7 @@ class Leases:
                 if seq == 0 or gate.view().wants_next:
                     seq += 1
                     gate.offer(Lease(epoch, seq, self._steps, "tree-31"))
-                gate.await_due(REPORT_WAIT_S, view.launched(), self._steps)
+                gate.await_due(REPORT_WAIT_S, view.launched(), self._steps // 2)
 
         self._thread = threading.Thread(target=grant, daemon=True)
         self._thread.start()

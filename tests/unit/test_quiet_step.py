@@ -41,7 +41,7 @@ def test_a_quiet_step_takes_one_call_of_each_part() -> None:
     scheduler = _scheduler()
     view, chain = SglangScheduler(scheduler), DigestChain()
     notes = view.notes(chain)
-    gate = StepGate(0, 30.0, lambda lease: notes.close())
+    gate = StepGate(0, 30.0, lambda lease: notes.lease(lease.steps))
     gate.offer(Lease(gate.attach(), 1, 64, "chain"))
     called: list[str] = []
 

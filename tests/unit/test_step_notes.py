@@ -149,3 +149,20 @@ def test_what_has_ended_is_not_held() -> None:
     gone = weakref.ref(rank.requests.pop())
     assert rank.chain.facts(1) is not None
     assert gone() is None
+
+
+@pytest.mark.parametrize(
+    ("steps", "links"), [(20, [3, 11, 19, 22]), (3, [3, 4, 5]), (64, [3, 33, 63]), (2000, [3, 259])]
+)
+def test_a_link_ends_where_a_lease_begins_and_shortly_before_half_of_it(
+    steps: int, links: list[int]
+) -> None:
+    """At half of it a report is due, when the last batch is still in flight."""
+    rank = _Rank(1)
+    for _ in range(3):
+        rank.step([1])
+    rank.notes.lease(steps)
+    for _ in range(min(steps - 1, 300)):
+        rank.step([1])
+    rank.notes.lease(steps)
+    assert rank.numbers()[: len(links)] == links
