@@ -373,7 +373,7 @@ def leases(
     under: Callable[[str | None], AbstractContextManager[None]],
     until: float,
     pairs: int = 60,
-    kinds: Sequence[str] = ("leased",),
+    kinds: Sequence[str] = ("leased", "leased_500"),
     tokens: int = 640,
 ) -> list[dict[str, float]]:
     """One request under tree-31 with and without leases, a text each in turn; for as many rounds,
