@@ -40,6 +40,9 @@ STALL_S = 60.0
 SILENCE_S = 30.0
 LOST_KEPT = 20
 """Lost replicas that stay in the status, to say why they went."""
+RATES_S = 0.1
+"""Shortest time that rates are taken over. Two reads may cross, a step and less than a millisecond
+apart: of such a pace a replica of slow steps would get a lease of most of a minute."""
 LONGEST = 16
 """Times `lease_steps`, the longest lease: ranks keep what 2048 steps did, to tell where they
 differ."""
@@ -63,6 +66,8 @@ class ReplicaRecord:
     reports: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     reported_at: dict[int, float] = field(default_factory=dict)
     rates: dict[int, dict[str, float]] = field(default_factory=dict)
+    rated: dict[int, tuple[float, Mapping[str, Any]]] = field(default_factory=dict)
+    """When, and of which report, by rank: what the next rates begin with."""
     reason: str = ""
     condemned: bool = False
     fragmentation: Mapping[str, Any] | None = None
@@ -153,9 +158,10 @@ class ControllerState:
         """Reports of some ranks came in; a verdict if their digests differ."""
         replica, now = self._replicas[name], self._clock()
         for rank, report in reports.items():
-            if rank in replica.reports:
-                seconds = now - replica.reported_at[rank]
-                replica.rates[rank] = rates(replica.reports[rank], report, seconds)
+            then, earlier = replica.rated.setdefault(rank, (now, report))
+            if now - then >= RATES_S:
+                replica.rates[rank] = rates(earlier, report, now - then)
+                replica.rated[rank] = now, report
             replica.reports[rank], replica.reported_at[rank] = report, now
             replica.judges[rank].report(now, report)
             replica.digests.add(rank, report["digests"])
@@ -325,7 +331,7 @@ class ControllerState:
         picture, with its `age_s`; None before the first), `ranks`: list of `rank`, `pid`,
         `health`,
         `health_reason`, `forwards`, `load`, `steps`, `age_s` of the report, and `steps_per_s`,
-        `tokens_per_s`, `tokens_per_forward` between the last two reports.
+        `tokens_per_s`, `tokens_per_forward` between two reports `RATES_S` apart or more.
         """
         now = self._clock()
         return {

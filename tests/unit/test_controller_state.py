@@ -155,6 +155,23 @@ def test_a_fast_replica_gets_longer_leases(clock, steps_per_s, steps):
     assert state.next_lease(name).steps == 64, "it has slowed down"
 
 
+def test_reports_that_cross_do_not_make_a_slow_replica_a_fast_one(clock):
+    """A status is read while the lease's own report is on its way: a step, and no time, apart."""
+    state = ControllerState("demo", ControlSpec(lease_s=0.5), clock)
+    name = attached(state)
+    state.next_lease(name)
+    state.reported(name, {0: report()})
+    for forwards in range(40, 201, 40):
+        clock.now += 1.0
+        state.reported(name, {0: report(forwards=forwards, wants_next=True)})
+        clock.now += 0.0002
+        state.reported(name, {0: report(forwards=forwards + 1, wants_next=True)})
+        assert state.next_lease(name).steps == 64
+        (rank,) = state.status()["replicas"][0]["ranks"]
+        assert rank["steps_per_s"] == pytest.approx(40, rel=0.01)
+        assert rank["forwards"] == forwards + 1
+
+
 @pytest.mark.parametrize("event", ["lost", "replaced"])
 def test_a_replica_that_left_gets_no_lease_and_says_why(state, event):
     name = attached(state)
