@@ -52,8 +52,9 @@ HOLD_PAUSE_S = 0.05
 """Until the giver's engine has ended a request that left it."""
 LINGER_S = 10.0
 """Ranks stay connected so long after the last session."""
-MOST_AHEAD = 8
-"""Replicas that the ranks of one that goes meet ahead: each pair takes GPU memory."""
+MOST_AHEAD = 4
+"""Replicas that the ranks of one that goes meet ahead, at once: each pair takes GPU memory, and
+while it meets one of the threads (`CONTROL_THREADS`) by which a rank gets its leases."""
 
 
 class NotMoved(RuntimeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from overstory.orchestrator.handoff import (
 )
 from overstory.orchestrator.journal import JournalEntry
 from overstory.orchestrator.lease import Command
+from overstory.orchestrator.rank_group import CONTROL_THREADS
 from overstory.orchestrator.sampling import Sampling
 
 ROW = 100
@@ -218,6 +220,31 @@ def test_ranks_that_met_ahead_are_not_waited_for(monkeypatch: pytest.MonkeyPatch
     assert not any(line.startswith("open") for line in world.log)
     assert world.open == {("old", 0), ("old", 1)}, "its processes end"
     assert handoffs.figures.meetings == 2
+
+
+def test_ranks_that_meet_ahead_have_threads_left_for_leases(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An opening takes a rank's control thread until the other rank is there."""
+    world = World()
+    others = [f"new{number}" for number in range(2 * CONTROL_THREADS)]
+    world.replicas |= dict.fromkeys(others, 2)
+    handoffs = HandOffs(world)
+    ask, opening, most = world.ask, Counter[tuple[str, int]](), 0
+
+    async def counted(replica: str, rank: int, method: str, *arguments: Any) -> Any:
+        nonlocal most
+        if arguments[0] != "open":
+            return await ask(replica, rank, method, *arguments)
+        opening[replica, rank] += 1
+        most = max(most, opening[replica, rank])
+        await asyncio.sleep(0.01)
+        opening[replica, rank] -= 1
+        return await ask(replica, rank, method, *arguments)
+
+    monkeypatch.setattr(world, "ask", counted)
+    run(world, handoffs.meet_ahead("old", others), handoffs)
+    assert 1 < most <= CONTROL_THREADS // 2
 
 
 def test_who_comes_while_ranks_meet_ahead_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
