@@ -1,11 +1,13 @@
 """Pearson's test of counts against probabilities some of which are 0 or tiny."""
 
+import pytest
 import torch
 
 
 def chance_of(counts: torch.Tensor, expected: torch.Tensor) -> float:
     """p of the counts, all of them expected often. scipy's takes a second to import."""
     counts, expected = counts.double(), expected.double()
+    assert float(expected.sum() / counts.sum()) == pytest.approx(1, rel=1e-6), "not all expected"
     statistic = ((counts - expected) ** 2 / expected).sum()
     return float(
         torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2).double(), statistic / 2)

@@ -245,6 +245,15 @@ SEED_SETS = {
 }
 
 
+def test_chance_of_counts_is_that_of_tables() -> None:
+    """Of chi-square: 4 with one degree of freedom, 12.5 with three."""
+    assert chance_of(torch.tensor([40, 60]), torch.tensor([50, 50])) == pytest.approx(0.0455, 1e-3)
+    counts, alike = torch.tensor([125, 75, 100, 100]), torch.full((4,), 100)
+    assert chance_of(counts, alike) == pytest.approx(0.0059, rel=1e-2)
+    with pytest.raises(AssertionError, match="not all expected"):
+        chance_of(counts, alike + 1)
+
+
 @pytest.mark.parametrize("name", SEED_SETS)
 def test_noise_is_uniform_and_without_memory(name: str) -> None:
     u = grid(SEED_SETS[name], torch.arange(1000))
