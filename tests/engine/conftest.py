@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,9 +40,6 @@ def _close(engines: dict[str, Any]) -> None:
     if engines:
         engines.pop("engine").close()
         engines.clear()
-        # Half a million objects of SGLang and torch stay: the full collection with which SGLang
-        # closes an engine need not look at them each time (0.3 s).
-        gc.freeze()
 
 
 @pytest.fixture(scope="module")
