@@ -48,6 +48,7 @@ class MeetingsAhead:
                 if controller is not None:
                     await controller.meet_ahead.remote(giver, takers)
         except Exception as error:
-            logger.warning("ranks of replica %s do not meet ahead: %s", giver, error)
+            why = str(error) or type(error).__name__
+            logger.warning("ranks of replica %s do not meet ahead: %s", giver, why)
         finally:
             self._board.may_leave(giver)

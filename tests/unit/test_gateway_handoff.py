@@ -46,9 +46,14 @@ def test_they_meet_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert leaves(monkeypatch, 0.0) == [("a", ["b"])]
 
 
-@pytest.mark.parametrize("answer", [RuntimeError("no"), 60.0], ids=["an error", "too late"])
-def test_whatever_happens_calls_leave(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+@pytest.mark.parametrize(
+    ("answer", "why"), [(RuntimeError("no"), "no"), (60.0, "TimeoutError")], ids=["error", "late"]
+)
+def test_whatever_happens_calls_leave(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, answer: Any, why: str
+) -> None:
     assert leaves(monkeypatch, answer) == [("a", ["b"])]
+    assert caplog.messages == [f"ranks of replica a do not meet ahead: {why}"]
 
 
 def test_without_a_controller(monkeypatch: pytest.MonkeyPatch) -> None:
