@@ -9,7 +9,7 @@ from overstory.workers.death_note import EXIT_LOOP_FAILED, read_note
 from overstory.workers.handoff.rank_side import RankSide
 from overstory.workers.rank import RankFailed, RankHost
 
-NOTHING_NOTED = SimpleNamespace(close=lambda: None)
+NOTHING_NOTED = SimpleNamespace(lease=lambda _steps: None)
 
 
 class View:
@@ -60,13 +60,14 @@ def test_for_want_of_memory_the_process_ends(host, monkeypatch, error):
 
 
 def test_a_command_granted_twice_is_carried_out_once(host, monkeypatch):
-    carried = []
+    """After what steps did before the lease is linked."""
+    done = []
     host._view = View()
-    host._notes = NOTHING_NOTED
-    monkeypatch.setattr(host._commands, "carry_out", lambda name, *_: carried.append(name))
+    host._notes = SimpleNamespace(lease=done.append)
+    monkeypatch.setattr(host._commands, "carry_out", lambda name, *_: done.append(name))
     for seq in (1, 2):
-        host._begin_lease(Lease(1, seq, 4, "plain", (Command("standing", ticket="t"),)))
-    assert carried == ["standing"]
+        host._begin_lease(Lease(1, seq, 4 * seq, "plain", (Command("standing", ticket="t"),)))
+    assert done == [4, "standing", 8]
 
 
 def test_no_rows_move_while_some_are_handed_over(tmp_path, monkeypatch):
