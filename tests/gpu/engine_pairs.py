@@ -282,10 +282,9 @@ class Watch:
         self._timed: list[tuple[int, int, int, float]] = []
         given = steering.observe_period
 
-        def observe(*arguments: Any) -> None:
-            option, shape, *_, took_us = arguments
+        def observe(option: int, shape: Any, took_us: int) -> None:
             self._timed.append((option, shape.batch, took_us, time.perf_counter()))
-            given(*arguments)
+            given(option, shape, took_us)
 
         steering.observe_period = observe
         self._machine = self._now()

@@ -154,7 +154,7 @@ class Rule:
 
     def __init__(self, options: Options, table: CostTable) -> None:
         alone: Any = SimpleNamespace(decides=True, host_ints=lambda values: values)
-        self._chooser, self._table = StepChooser(options, alone, host_waits=False), table
+        self._chooser = StepChooser(options, alone, host_waits=False)
         self._chooser.start(table, 0.05)
         self._steps, self._last = 0, (PLAIN, 0)
 
@@ -170,8 +170,7 @@ class Rule:
         steering, option = self._auto.steering, decision.option
         assert steering is not None
         if self._last == (option, shape.batch):
-            expected = self._table.cost(option, shape.batch, shape.context, shape.sampled)
-            steering.observe_period(option, shape, expected, round(took_us))
+            steering.observe_period(option, shape, round(took_us))
         self._last = option, shape.batch
         if option != PLAIN and (decision.why == "unknown" or self._steps % OBSERVED_STEPS == 1):
             for _ in range(min(shape.batch, OBSERVED)):

@@ -510,7 +510,7 @@ def test_something_is_tried_also_where_nothing_can_be_compared_to_what_was_seen(
         assert walk is not None
         steering.observe(GREEDY, walk)
     for _ in range(LEAST):
-        steering.observe_period(TREE_31, shape, 90_000, 90_000)
+        steering.observe_period(TREE_31, shape, 90_000)
     assert steering.next_beliefs(64, shape, NUMBERS, PLAIN).probe == NO_PROBE
     assert steering.announced, "so that the steps before it are timed"
     believed = steering.next_beliefs(64, shape, NUMBERS, PLAIN)

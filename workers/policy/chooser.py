@@ -469,8 +469,8 @@ class StepChooser:
             return last
         policy = self.options.policies[decision.option]
         told = f"{policy} {decision.why} table {auto.table.version} {auto.beliefs.version}"
-        cost_us = self._costs(shape)[decision.option]
-        return _Choice(decision, shape, auto.beliefs, policy, told, cost_us)
+        costs = auto.table.costs(shape.batch, shape.context, shape.sampled, shape.launch)
+        return _Choice(decision, shape, auto.beliefs, policy, told, costs[decision.option])
 
     def _agree(self, auto: _Auto, shape: Shape, allowed: tuple[int, ...]) -> Beliefs:
         if auto.steering is not None:
@@ -514,12 +514,5 @@ class StepChooser:
 
     def _tell(self, steering: Steering, run: Run, now: int, announced: bool) -> None:
         """The times of a run's steps, as `Run.looked_at` gives them."""
-        took = run.looked_at(now, announced)
-        if took:
-            cost_us = max(1, self._costs(run.shape)[run.option])
-            for took_us in took:
-                steering.observe_period(run.option, run.shape, cost_us, took_us)
-
-    def _costs(self, shape: Shape) -> tuple[int, ...]:
-        assert self._auto is not None
-        return self._auto.table.costs(shape.batch, shape.context, shape.sampled, shape.launch)
+        for took_us in run.looked_at(now, announced):
+            steering.observe_period(run.option, run.shape, took_us)

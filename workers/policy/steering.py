@@ -128,9 +128,9 @@ class Steering:
         with self._lock:
             self._overheads[self._table.nearest(batch)].append(microseconds)
 
-    def observe_period(self, option: int, shape: Shape, expected_us: int, took_us: int) -> None:
+    def observe_period(self, option: int, shape: Shape, took_us: int) -> None:
         """From one launch to the next, among others of the same option and ``shape``, it took so
-        long where the table says ``expected_us``."""
+        long."""
         with self._lock:
             costs = self._table.costs(shape.batch, shape.context, shape.sampled, shape.launch)
             self._periods.add(place_of(self._table, shape), option, costs, took_us)
