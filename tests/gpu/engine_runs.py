@@ -45,7 +45,7 @@ TOY = os.environ.get("ENGINE_SESSION_TOY") == "1"
 LEASES_S = int(os.environ.get("ENGINE_SESSION_LEASES", "20"))
 """Seconds that `pairs` keeps for leases; a pair of texts takes a fifth of one."""
 
-POOL = 131072
+POOL = 393216
 """KV slots of `pairs` and `host`: 64 requests of the longest texts, and a cache of ended ones."""
 
 SPARE = 8
@@ -270,7 +270,7 @@ def toy_sizes() -> None:
     import engine_pairs
 
     engine_bench.MEASURE_SECONDS = 2.0
-    engine_pairs.NEW, engine_pairs.NEW_SAMPLED = 96, 64
+    engine_pairs.NEW, engine_pairs.NEW_SAMPLED, engine_pairs.NEW_OF_MANY = 96, 64, 96
     engine_pairs.LEARN_MESSAGES, engine_pairs.ROUNDS, engine_pairs.CHOOSING_ROUNDS = 10, 4, 2
     engine_host.ROUNDS, engine_host.ROUND_MESSAGES, engine_host.PROFILED_MESSAGES = 2, 10, 40
     shapes = [engine_pairs.Shape(1, 0.0), engine_pairs.Shape(2, 0.0)]
