@@ -150,7 +150,8 @@ class AutoBench:
 
         Returns:
             ``rates`` of all policies; ``of_best`` the automatic one's over the best fixed one's;
-            ``used`` and ``used_learning``, steps by option.
+            ``used`` and ``used_learning``, steps by option; ``table_us`` by option, what the cost
+            table says of a step there, and ``believed``, what the rule made of it in the end.
         """
         tokens, dice = drafts.tokens, random.Random(batch * context)
         self._timer.prepare(batch, context)
@@ -175,6 +176,7 @@ class AutoBench:
                 self._fixed(option, FIXED_BLOCK, drafts, spent)
             rounds += 1
         names = [str(policy) for policy in drafts.options.policies]
+        chooser = self._worker.chooser
         best = min(leaders, key=lambda o: spent[o].us_a_token)
         every = {**dict(zip(names, spent, strict=True)), "auto": auto}
         return {
@@ -187,6 +189,8 @@ class AutoBench:
             "rounds": rounds,
             "used": {names[o]: n for o, n in sorted(used.items())},
             "used_learning": {names[o]: n for o, n in sorted(first.items())},
+            "table_us": list(chooser._auto.table.costs(batch, context)),
+            "believed": chooser.report()["believed"],
         }
 
     def _fixed(self, option: int, steps: int, drafts: Drafts, spent: list[_Spent]) -> None:

@@ -12,7 +12,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,9 +154,17 @@ def of_all_layers_us(point: Point) -> float:
     return serving_us(point) - inside + scaled
 
 
-def triton_of_few_layers(points: Iterable[Point]) -> list[str]:
+def triton_of_few_layers(
+    points: Iterable[Point], measured: Collection[tuple[Any, ...]]
+) -> list[str]:
     """A layer's attention and the step of 61 layers, with SGLang's Triton attention and with ours,
-    where both were timed with few layers."""
+    where both were timed with few layers.
+
+    Args:
+        points: of few layers.
+        measured: `WHERE` of points of all layers: of these no step is estimated. Triton's are not
+            captured, and where the host is the limit so is each further layer.
+    """
     at = {tuple(p[name] for name in WHERE): p for p in points if p["stages_us"]}
     head = ("batch", "context", "rows", "Triton, us a layer", "ours", "times")
     head += ("step of 61 layers (estimated), Triton", "ours", "times")
@@ -166,8 +174,8 @@ def triton_of_few_layers(points: Iterable[Point]) -> list[str]:
         layer = a_layer_us(theirs)[0], a_layer_us(ours)[0]
         step = of_all_layers_us(theirs), of_all_layers_us(ours)
         cells = [f"{layer[0]:.1f}", f"{layer[1]:.1f}", f"{layer[0] / layer[1]:.0f}"]
-        cells += [_ms(step[0]), _ms(step[1]), f"{step[0] / step[1]:.0f}"]
-        lines.append(table_row([*key[1:], *cells]))
+        estimate = [_ms(step[0]), _ms(step[1]), f"{step[0] / step[1]:.0f}"]
+        lines.append(table_row([*key[1:], *cells, *([""] * 3 if key in measured else estimate)]))
     return lines
 
 
@@ -255,15 +263,15 @@ def budgets(points: Sequence[Point]) -> list[str]:
 
 
 def against_triton(points: Iterable[Point]) -> list[str]:
-    """Steps alone with SGLang's Triton attention and with ours, where both were timed."""
+    """Steps with SGLang's Triton attention and with ours, where both were timed."""
     at = {tuple(p[name] for name in WHERE): p for p in points}
     head = ("batch", "context", "rows", "Triton", "ours", "times", "attention alone, times")
     lines = [table_row(head), "|" + "---|" * len(head)]
     for key in sorted(key for key in at if key[0] == "triton"):
         theirs, ours = at[key], at["overstory", *key[1:]]
         both = [p["stages_us"]["attention"] for p in (theirs, ours)]
-        cells = [_ms(theirs["step_us"]), _ms(ours["step_us"])]
-        ratio = theirs["step_us"] / ours["step_us"]
+        step = serving_us(theirs), serving_us(ours)
+        cells, ratio = [_ms(step[0]), _ms(step[1])], step[0] / step[1]
         lines.append(table_row([*key[1:], *cells, f"{ratio:.0f}", f"{both[0] / both[1]:.0f}"]))
     return lines
 
@@ -369,7 +377,9 @@ TABLES = {
     "eight_h200": lambda points: eight_h200(_ours(points)),
     "steps": lambda points: steps(whole(points)),
     "few": lambda points: of_few_layers(p for p in _few(points) if p["backend"] == "overstory"),
-    "triton_few": lambda points: triton_of_few_layers(_few(points)),
+    "triton_few": lambda points: triton_of_few_layers(
+        _few(points), {tuple(p[name] for name in WHERE) for p in whole(points)}
+    ),
     "levers": levers,
     "bottlenecks": lambda points: bottlenecks(_ours(points)),
     "experts": lambda points: experts(_ours(points)),

@@ -43,8 +43,8 @@ GOAL = 0.98
 TABLE_SAYS = 0.95
 """What the table has of a step's time: steps alone on the device, without the host."""
 WORST = 0.95
-"""Of one run: where steps are about as long as the machine stays the same here, a wrong comparison
-of two budgets lasts for hundreds of steps."""
+"""Of nine runs in ten: where steps are about as long as the machine stays the same here, a wrong
+comparison of two budgets lasts for hundreds of steps."""
 SAMPLE = {("fits", 1, 1024), ("fits badly", 4, 8192), ("fits badly", 1, 8192)}
 """Where the second best is nearest, and where a trial fell into the few steps that were timed."""
 
@@ -100,24 +100,25 @@ def drafts(drafter: str) -> Drafts:
 
 
 CELLS = [
-    pytest.param(*where, marks=() if where in SAMPLE else pytest.mark.full)
-    for where in sorted(points())
+    *(pytest.param(*where, 3) for where in sorted(SAMPLE)),
+    *(pytest.param(*where, 40, marks=pytest.mark.full) for where in sorted(points())),
 ]
+"""With the number of runs: the mean of a few is off by a hundredth where one run is that bad."""
 
 
-@pytest.mark.parametrize(("drafter", "batch", "context"), CELLS)
+@pytest.mark.parametrize(("drafter", "batch", "context", "runs"), CELLS)
 def test_auto_is_within_two_hundredths_of_the_best_budget(
-    drafter: str, batch: int, context: int
+    drafter: str, batch: int, context: int, runs: int
 ) -> None:
     """From 400 steps on, trials included, on a machine that is disturbed half of the time."""
     world = Slice(drafter, batch, context)
     best = max(tokens / us for tokens, us in zip(world.tokens, world.us, strict=True))
     shares = []
-    for seed in range(3):
+    for seed in range(runs):
         _, later = run(world, seed, (400, 1600))
         shares.append(later.tokens / later.us / best)
     assert GOAL <= fmean(shares) < 1, "others are tried now and then"
-    assert min(shares) >= WORST, shares
+    assert sorted(shares)[runs // 10] >= WORST, shares
 
 
 class Ahead:

@@ -302,12 +302,12 @@ def test_memory_was_flat_over_a_long_prompt_and_far_slots_are_no_others() -> Non
 
 
 def test_attention_s_share_is_beside_its_goal() -> None:
-    """By hand for 65k: 3896.8 of 14319.6 us; for a quarter of the step a layer may take 57.0."""
+    """By hand for 65k: 3901.7 of 14344.5 us; for a quarter of the step a layer may take 57.1."""
     points = merged(read(ROWS_FILE))
     line = next(line for line in TABLES["goals"](points) if line.startswith("| 65536 "))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells[1:7] == ["14.32", "3.90", "27.2%", "25%", "63.9", "57.0"]
-    with_exchanges = 3896.8 / (14319.6 + exchanges_us(1, 9))
+    assert cells[1:7] == ["14.34", "3.90", "27.2%", "25%", "64.0", "57.1"]
+    with_exchanges = 3901.7 / (14344.5 + exchanges_us(1, 9))
     assert cells[7] == f"{with_exchanges:.1%}"
 
 
@@ -333,7 +333,7 @@ def test_the_capacity_model_meets_every_measured_step() -> None:
     for point in whole(merged(read(ROWS_FILE))):
         if point["backend"] == "overstory":
             said = 1e6 * model_step(point).total
-            assert said == pytest.approx(serving_us(point), rel=0.09), point
+            assert said == pytest.approx(serving_us(point), rel=0.08), point
 
 
 def test_half_of_the_steps_are_met_within_three_hundredths() -> None:
@@ -341,7 +341,7 @@ def test_half_of_the_steps_are_met_within_three_hundredths() -> None:
     points = [p for p in whole(merged(read(ROWS_FILE))) if p["backend"] == "overstory"]
     off = [abs(1e6 * model_step(p).total / serving_us(p) - 1) for p in points]
     assert statistics.median(off) < 0.03
-    assert "to 9%; half of them are within 3%" in PAGES[1].read_text()
+    assert "to 8%; half of them are within 3%" in PAGES[1].read_text()
 
 
 def test_the_plot_is_that_of_its_rows() -> None:
@@ -363,7 +363,7 @@ def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
     with file.open("w") as out:
         write(points, {}, out)
     assert [p | COMMON for p in read(file)] == [p | COMMON for p in points]
-    assert len(points) == 121
+    assert len(points) == 127
 
 
 def test_tables_keep_the_last_timed_of_equal_points() -> None:

@@ -66,7 +66,7 @@ class Bench:
 
 
 NOISE: list[float] = [0.0]
-AUTO_S = 235
+AUTO_S = 245
 """Seconds of a session of all points of the automatic policy."""
 
 
@@ -138,7 +138,7 @@ TOOK_S = {
     (16, 65536): 17.0,
 }
 """Seconds that an H200 took for a point."""
-STARTED_S, TABLE_TOOK_S = 49.0, 9.0
+STARTED_S, TABLE_TOOK_S = 49.0, 21.0
 """From a role's start until its engine is there; for the cost table."""
 
 
@@ -183,9 +183,9 @@ def test_a_short_session_has_the_points_that_its_role_is_there_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of 115 s had timed other things anew, and left out what nothing had measured."""
-    content, ended = short_session("auto_badly", 115 - 8, tmp_path, monkeypatch)
+    content, ended = short_session("auto_badly", 135 - 8, tmp_path, monkeypatch)
     assert points_of(content) >= {(4, 65536), (16, 65536)}
-    assert ended <= 115 - 8
+    assert ended <= 135 - 8
     assert "parts" not in content
 
 
@@ -200,7 +200,7 @@ def test_a_session_has_all_points_of_its_role(
 
 
 def test_what_is_left_out_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    content, _ = short_session("auto_badly", STARTED_S + 30, tmp_path / "time", monkeypatch)
+    content, _ = short_session("auto_badly", STARTED_S + 42, tmp_path / "time", monkeypatch)
     assert points_of(content) == {(16, 1024)}
     assert content["left_out"][0] == "auto: fits badly 16 65536: may take 18.0 s, 9.0 s are left"
     assert len(content["left_out"]) == 9

@@ -269,7 +269,7 @@ class FakeEngine:
     """Worker, timer and chooser in one: steps of known length, a rule that is told what to take."""
 
     def __init__(self, costs_us: dict[str, int], rule: list[TreePolicy]) -> None:
-        self.chooser = self._auto = self.steering = self
+        self.chooser = self._auto = self.steering = self.table = self
         self._batch = None
         self.now, self._costs, self._rule = 0, costs_us, rule
         self.walks: list[Any] = []
@@ -287,6 +287,13 @@ class FakeEngine:
 
     def observe(self, kind: int, walk: Any) -> None:
         self.walks.append(walk)
+
+    def costs(self, batch: int, context: int) -> list[int]:
+        assert (batch, context) == self.prepared
+        return [*self._costs.values()]
+
+    def report(self) -> dict[str, Any]:
+        return {"believed": {"batch": 4}, "drafter": "on"}
 
     def ended(self, batch: Any) -> None: ...
     def interrupted(self) -> None: ...
@@ -319,6 +326,8 @@ def test_the_automatic_policy_is_weighed_against_the_best_fixed_one(rule: list[s
     assert found["of_best"] == pytest.approx(rate * 0.010 / (4 * chain), rel=1e-3)
     assert sum(found["used"].values()) == BLOCK * found["rounds"]
     assert sum(found["used_learning"].values()) == LEARNING_STEPS
+    assert found["table_us"] == [*COSTS.values()]
+    assert found["believed"] == {"batch": 4}
     assert all(walk.chain for walk in engine.walks)
     line = automatic([found | {"drafter": "fits", "commit": "abc"}])[2]
     assert f"| {found['of_best']:.1%} |" in line
@@ -434,12 +443,15 @@ def few(backend: str, role: str, attention: float, moe: float) -> dict[str, Any]
 def test_triton_and_ours_with_few_layers_scale_to_all() -> None:
     ours, theirs = few("overstory", "triton", 280.0, 270.0), few("triton", "triton", 48000.0, 270.0)
     theirs |= {"step_us": 48_520.0, "in_a_row_us": None}
-    line = triton_of_few_layers([ours, theirs])[2]
+    line = triton_of_few_layers([ours, theirs], ())[2]
     step = 800 - (280 + 270 + 40) + 61 * (70 + 10) + 60 * 90
     slow = 48_520 - (48_000 + 270 + 40) + 61 * (12_000 + 10) + 60 * 90
     wanted = ["12000.0", "70.0", "171", f"{slow / 1000:.2f}", f"{step / 1000:.2f}"]
     assert [c.strip() for c in line.strip("|").split("|")][3:] == [*wanted, f"{slow / step:.0f}"]
-    assert len(triton_of_few_layers([theirs])) == 2, "nothing to compare with"
+    whole = {("triton", 1, 65536, 9)}
+    line = triton_of_few_layers([ours, theirs], whole)[2]
+    assert [c.strip() for c in line.strip("|").split("|")][3:] == [*wanted[:3], "", "", ""]
+    assert len(triton_of_few_layers([theirs], ())) == 2, "nothing to compare with"
 
 
 def test_levers_are_told_apart() -> None:
