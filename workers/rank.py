@@ -185,6 +185,8 @@ class RankHost:
         from sglang.srt.managers.scheduler import Scheduler, configure_scheduler_process
         from sglang.srt.runtime_context import publish
 
+        from overstory.workers.seam.slot_rehearsal import rehearse_slots
+
         self._enter("weights")
         memory_watch.begin(self._without_memory)
         rank = self._rank
@@ -221,6 +223,7 @@ class RankHost:
         ):
             pass_on(self._labels)
         self._handoff.rehearse_rows(scheduler)
+        rehearse_slots(scheduler)
         settle_heap()
         self._enter("ready")
         return dict(scheduler.get_init_info())

@@ -7,6 +7,7 @@ from overstory.workers.seam.internals import Entry, Inline, Internal, NameList
 _SRT = "sglang.srt"
 _RUNNER = f"{_SRT}.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 _ATTENTION = f"{_SRT}.layers.attention"
+_ALLOCATION = f"{_SRT}.mem_cache.allocation"
 _WORKER = f"{_SRT}.speculative.dflash_worker_v2.DFlashWorkerV2"
 
 #: The attention backend behind the name `overstory`.
@@ -146,7 +147,39 @@ STEPS: tuple[Entry, ...] = (
     ),
 )
 
+#: Bookkeeping of slots, by kernels that Triton compiles for sizes: see `slot_rehearsal`.
+SLOTS: tuple[Entry, ...] = (
+    Inline(
+        f"{_ALLOCATION}.assign_req_to_token_pool_func",
+        "a kernel for each power of two of requests",
+        "next_power_of_2(batch_size),",
+    ),
+    Internal(
+        f"{_ALLOCATION}.write_cache_indices",
+        "rehearsed with a prompt of no tokens",
+        "out_cache_loc req_pool_indices_tensor req_pool_indices_cpu prefix_lens_tensor "
+        "prefix_lens_cpu seq_lens_tensor seq_lens_cpu extend_lens_tensor extend_lens_cpu "
+        "prefix_tensors req_to_token_pool",
+    ),
+    Inline(
+        f"{_ALLOCATION}.alloc_for_spec_decode",
+        "slots of a step, rehearsed with none",
+        "last_loc = get_last_loc(",
+    ),
+    Inline(
+        f"{_SRT}.mem_cache.allocator.token.TokenToKVPoolAllocator.alloc",
+        "slots that are handed out begin anywhere",
+        "select_index = self.free_pages[:need_size]",
+    ),
+    Internal(
+        f"{_SRT}.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_extend",
+        "rehearsed with no pages",
+        "prefix_lens prefix_lens_cpu seq_lens seq_lens_cpu last_loc extend_num_tokens "
+        "num_new_pages",
+    ),
+)
+
 
 def entries() -> tuple[Entry, ...]:
     """All of the above."""
-    return BACKEND + GRAPHS + STEPS
+    return BACKEND + GRAPHS + STEPS + SLOTS
