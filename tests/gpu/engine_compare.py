@@ -16,6 +16,14 @@ from engine_pairs import against, compared
 
 Texts = list[list[int]]
 
+STEP_KINDS = {
+    "step_ms": "milliseconds, mean,",
+    "median_ms": "milliseconds, median,",
+    "step_tokens": "tokens",
+}
+"""Of `engine_pairs.measure`: what `auto`'s steps are compared to rivals' by, apart from each other.
+What seldom comes between two steps is in the mean alone."""
+
 
 def load(file: Path) -> dict[str, dict[str, Any]]:
     """Role -> what it reported."""
@@ -237,9 +245,18 @@ def pairs(every: dict[str, dict[str, Any]]) -> None:
                 told = "; ".join(f"{name} {ratio}" for name, ratio in alone.items())
                 print(f"   without what prefills take: {told}")
                 print(f"   {_windows(row)}")
+            if "step_ms" in row:
+                for kind, what in STEP_KINDS.items():
+                    told = "; ".join(f"{name} {r}" for name, r in against(row, kind).items())
+                    print(f"   {what} of a step: {told}")
             if "ran" in row:
                 steps = ", ".join(f"{n} {ms:.3f}" for n, ms in row["ms_per_step"].items())
                 print(f"   ms per step: {steps}; auto's steps: {row['ran']}")
+            for rule, own in row.get("own", {}).items():
+                print(
+                    f"   the chooser's own work, {rule}: {own['mean_us']:.1f} us of a step (median "
+                    f"{own['median_us']:.1f}; {own['steps']} steps)"
+                )
             if "rule" in row:
                 told = ", ".join(
                     f"{name} {one['tokens']:.2f} in {one['us']} us (off {one['off']:.3f}, "

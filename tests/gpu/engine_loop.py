@@ -51,7 +51,8 @@ class Window(NamedTuple):
         begun: when, by `time.perf_counter`.
         tokens, seconds: all tokens between them, those of prefills too.
         steps, prefills: batches that decoded, and that prefilled.
-        ms_per_step: of the steps beside no prefill.
+        ms_per_step: of the steps beside no prefill, mean.
+        median_ms: the same, median: what seldom comes between two steps is in the mean alone.
         step_tokens: tokens of a step, of all requests together.
         requests: of a step, mean.
         ran: steps by what they ran.
@@ -63,6 +64,7 @@ class Window(NamedTuple):
     steps: int
     prefills: int
     ms_per_step: float
+    median_ms: float
     step_tokens: float
     requests: float
     ran: Mapping[str, int]
@@ -97,6 +99,7 @@ def window_of(marks: Sequence[Mark], ran: Mapping[str, int]) -> Window:
         for i in range(1, len(marks))
         if not any(mark.prefill for mark in marks[i - 1 : i + 2])
     ]
+    apart = apart or [seconds / len(counted)]
     steps = len(decoded)
     return Window(
         begun,
@@ -104,7 +107,8 @@ def window_of(marks: Sequence[Mark], ran: Mapping[str, int]) -> Window:
         seconds,
         steps,
         len(counted) - steps,
-        1e3 * (statistics.fmean(apart) if apart else seconds / len(counted)),
+        1e3 * statistics.fmean(apart),
+        1e3 * statistics.median(apart),
         sum(mark.tokens for mark in decoded) / max(steps, 1),
         sum(mark.requests for mark in decoded) / max(steps, 1),
         ran,

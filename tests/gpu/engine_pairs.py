@@ -13,7 +13,7 @@ import math
 import os
 import statistics
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -29,6 +29,10 @@ BLOCK, MOST_NODES = 8, 63
 
 TIMED_KEPT = 2000
 """Most timed steps of a shape that are kept."""
+
+OWN_KEPT = 5000
+"""Most steps of a shape whose own work is kept, under `auto` and under fixed policies: without
+those of learning, where there are as many later ones."""
 
 RIVALS = 2
 CHOOSING_ROUNDS = 5
@@ -218,9 +222,10 @@ def _row(
     Returns:
         ``requests``, ``T``; ``window``: tokens of a window and of a request; ``fixed``: tokens/s by
         which rivals were chosen; ``rounds``: tokens/s by policy; ``steps_alone``: the same without
-        what prefills take; ``order``: who was when; ``begun``: by the process's clock; means by
-        policy: ``ms_per_step`` (median), ``prefills`` and ``steps`` of a window, ``prefill_share``
-        of its time, ``running`` requests of a step; ``ran``: steps of `auto` by what they ran.
+        what prefills take; ``step_ms``, ``median_ms``: of a step, mean and median; ``step_tokens``:
+        its tokens; ``order``: who was when; ``begun``: by the process's clock; means by policy:
+        ``ms_per_step`` (median), ``prefills`` and ``steps`` of a window, ``prefill_share`` of its
+        time, ``running`` requests of a step; ``ran``: steps of `auto` by what they ran.
     """
     ran: Counter[str] = Counter()
     for window in windows["auto"]:
@@ -240,6 +245,9 @@ def _row(
         "fixed": dict(tried),
         "rounds": rounds(lambda window: window.rate),
         "steps_alone": rounds(lambda window: window.step_rate),
+        "step_ms": rounds(lambda window: window.ms_per_step),
+        "median_ms": rounds(lambda window: window.median_ms),
+        "step_tokens": rounds(lambda window: window.step_tokens),
         "begun": rounds(lambda window: window.begun),
         "order": turns.order,
         "ms_per_step": {
@@ -274,16 +282,74 @@ def opened_in(
     return opened
 
 
+class OwnWork:
+    """Wall time of the loop's thread in a chooser, of each step: the choice, the copy of the walks
+    that are to be counted, and their counting, which falls into a later step.
+
+    `about`: by ``auto`` and ``fixed`` (the rule in force at the step) microseconds of a step, mean
+    and median, and of how many steps, the newest `OWN_KEPT` at most.
+    """
+
+    def __init__(self, chooser: Any) -> None:
+        from overstory.workers import tree_policy
+
+        self._ns: dict[str, deque[int]] = {
+            name: deque([0], maxlen=OWN_KEPT) for name in ("auto", "fixed")
+        }
+        self._at_hand = self._ns["fixed"]
+        given_next, given_outcome = chooser.next, chooser.outcome
+
+        def next_policy(batch: Any) -> Any:
+            begun = time.perf_counter_ns()
+            given = given_next(batch)
+            spent = time.perf_counter_ns() - begun
+            automatic = isinstance(tree_policy.current(), tree_policy.AutoPolicy)
+            self._at_hand = self._ns["auto" if automatic else "fixed"]
+            self._at_hand.append(spent)
+            return given
+
+        def outcome(*given: Any) -> Any:
+            begun = time.perf_counter_ns()
+            found = given_outcome(*given)
+            self._at_hand[-1] += time.perf_counter_ns() - begun
+            if found is not None:
+                found.judge = self._judged(found.judge)
+            return found
+
+        chooser.next, chooser.outcome = next_policy, outcome
+
+    def _judged(self, given: Callable[[list[bool]], None]) -> Callable[[list[bool]], None]:
+        def judge(running: list[bool]) -> None:
+            begun = time.perf_counter_ns()
+            given(running)
+            self._at_hand[-1] += time.perf_counter_ns() - begun
+
+        return judge
+
+    def about(self) -> dict[str, dict[str, float]]:
+        """See above; of the steps since it was asked last."""
+        told = {}
+        for name, every in self._ns.items():
+            us = [ns / 1e3 for ns in every if ns]
+            every.clear()
+            every.append(0)  # a walk may be counted before the next step is launched
+            if us:
+                mean, middle = statistics.fmean(us), statistics.median(us)
+                told[name] = {"mean_us": mean, "median_us": middle, "steps": len(us)}
+        return told
+
+
 class Watch:
     """What tells a wrong choice from the rule's cost and from noise: `about` of `measure`.
 
-    `rule`: what the rule believes at the end of the shape. `timed`: of the steps that it timed
-    meanwhile (option, requests, microseconds, when by the clock of ``begun``), in their order.
-    `machine`: CPU seconds, as `machine_noise` has them.
+    `own`: `OwnWork`. `rule`: what the rule believes at the end of the shape. `timed`: of the steps
+    that it timed meanwhile (option, requests, microseconds, when by the clock of ``begun``), in
+    their order. `machine`: CPU seconds, as `machine_noise` has them.
     """
 
     def __init__(self, engine: Any) -> None:
         self._chooser = engine.scheduler.draft_worker.chooser
+        self._own = OwnWork(self._chooser)
         steering = self._chooser._auto.steering
         self._timed: list[tuple[int, int, int, float]] = []
         given = steering.observe_period
@@ -302,6 +368,7 @@ class Watch:
         spent = (b - a for a, b in zip(before, self._machine, strict=True))
         report = self._chooser.report()
         return {
+            "own": self._own.about(),
             "rule": {"probes": report["probes"], **(report["believed"] or {})},
             "timed": timed[-TIMED_KEPT:],
             "machine": dict(zip(names, spent, strict=True)),

@@ -21,6 +21,7 @@ from engine_loop import Mark, Window, window_of
 from engine_pairs import (
     LEARN_MESSAGES,
     ROUNDS,
+    OwnWork,
     Shape,
     Watch,
     against,
@@ -30,8 +31,9 @@ from engine_pairs import (
     measure,
 )
 from engine_runs import stages_of
-from policy_world import NUMBERS, OPTIONS, table_of
+from policy_world import NUMBERS, OPTIONS, automatic_policy, table_of
 
+from overstory.workers import tree_policy
 from overstory.workers.policy.beliefs import GREEDY
 from overstory.workers.policy.choice import Shape as PolicyShape
 from overstory.workers.policy.chooser import StepChooser
@@ -68,7 +70,8 @@ class Machine:
         self.taken.append((policy, self.turn, tokens))
         ms = 1e3 * made / rate / steps
         ran = {policy: steps}
-        return Window(begun, made, made / rate, steps - 1, 1, ms, TOKENS[policy], 1.0, ran)
+        each = TOKENS[policy]
+        return Window(begun, made, made / rate, steps - 1, 1, ms, 0.9 * ms, each, 1.0, ran)
 
     def clock(self) -> float:
         return self.now
@@ -91,6 +94,13 @@ def test_hundredths_are_told_where_rates_are_off_by_a_third(seed: int) -> None:
                 assert ratio.median == pytest.approx(RATES["auto"] / RATES[name], abs=0.01)
                 assert ratio.interval[0] <= ratio.median <= ratio.interval[1]
                 assert ratio.count == ROUNDS
+        for name in rivals:
+            tokens = TOKENS["auto"] / TOKENS[name]
+            ms = tokens * RATES[name] / RATES["auto"]
+            assert against(row, "step_tokens")[name].median == pytest.approx(tokens)
+            assert against(row, "step_ms")[name].median == pytest.approx(ms, abs=0.01)
+        apart = [one["auto"] for one in row["median_ms"]]
+        assert apart == pytest.approx([0.9 * one["auto"] for one in row["step_ms"]])
         rates = [one["auto"] for one in row["rounds"]]
         assert max(rates) > 1.25 * min(rates), "the machine is disturbed"
         steps = math.ceil(row["window"]["tokens"] / TOKENS["auto"])
@@ -157,11 +167,17 @@ def test_a_window_counts_what_came_behind_its_first_message() -> None:
     window = window_of(marks, {"chain": 6})
     assert (window.begun, window.seconds) == (10.0, 14.0)
     assert (window.tokens, window.steps, window.prefills) == (6 * 5 + 2, 6, 2)
-    assert window.ms_per_step == 1000.0
+    assert window.ms_per_step == window.median_ms == 1000.0
     assert (window.step_tokens, window.requests) == (5.0, 3.0)
     assert window.rate == pytest.approx(32 / 14)
     assert window.step_rate == pytest.approx(5.0)
     assert window.prefill_share == pytest.approx(8 / 14)
+
+
+def test_what_seldom_comes_between_two_steps_is_in_the_mean_alone() -> None:
+    at = [0.0, 1.0, 2.0, 3.0, 13.0, 14.0]
+    window = window_of([Mark(when, 5, 1, False) for when in at], {})
+    assert (window.ms_per_step, window.median_ms) == (2800.0, 1000.0)
 
 
 @pytest.mark.parametrize(
@@ -248,8 +264,55 @@ def test_what_the_rule_believed_and_timed_is_told_shape_by_shape() -> None:
     assert told["rule"]["batch"] == 1
     assert list(told["rule"]["options"]) == list(OPTIONS.names)
     assert told["rule"]["options"]["chain"]["us"] == pytest.approx(21_000, rel=0.05)
+    assert told["own"] == {}, "no step ran"
     assert told["machine"]["wall_s"] >= 0 <= told["machine"]["own_cpu_s"]
     assert watch.about()["timed"] == []
+
+
+class Chosen:
+    """A chooser whose parts take so many microseconds, and what it would count."""
+
+    def __init__(self, clock: list[int]) -> None:
+        self._clock, self.judged = clock, 0
+
+    def next(self, _batch: Any) -> str:
+        self._clock[0] += 10_000
+        return "what"
+
+    def outcome(self, counted: bool) -> Any:
+        self._clock[0] += 2_000
+        return SimpleNamespace(judge=self._judge) if counted else None
+
+    def _judge(self, running: list[bool]) -> None:
+        self._clock[0] += 50_000
+        self.judged += len(running)
+
+
+def test_the_choosers_own_work_is_told_by_what_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A walk that is counted while the next step runs is that step's."""
+    clock = [0]
+    monkeypatch.setattr("engine_pairs.time.perf_counter_ns", lambda: clock[0])
+    chooser = Chosen(clock)
+    own = OwnWork(chooser)
+    assert own.about() == {}
+    with automatic_policy():
+        found: list[Any] = []
+        for number, rule in enumerate(("auto", "auto", "auto", "chain")):
+            tree_policy.HOLDER.set_current(tree_policy.parse_policy(rule))
+            assert chooser.next(None) == "what"
+            found.append(chooser.outcome(number == 0))
+            clock[0] += 1_000_000  # what else a step takes
+            if number == 1:
+                found[0].judge([True, False])
+        assert chooser.judged == 2
+        told = own.about()
+        assert told["auto"] == {
+            "mean_us": pytest.approx((12 + 62 + 12) / 3),
+            "median_us": 12.0,
+            "steps": 3,
+        }
+        assert told["fixed"] == {"mean_us": 12.0, "median_us": 12.0, "steps": 1}
+        assert own.about() == {}, "a shape's own"
 
 
 def test_stages_of_the_steps_between_two_snapshots() -> None:
