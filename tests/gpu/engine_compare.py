@@ -245,6 +245,10 @@ def pairs(every: dict[str, dict[str, Any]]) -> None:
                 told = "; ".join(f"{name} {ratio}" for name, ratio in alone.items())
                 print(f"   without what prefills take: {told}")
                 print(f"   {_windows(row)}")
+            if "evened" in row:
+                evened = against(row, "evened")
+                told = "; ".join(f"{name} {ratio}" for name, ratio in evened.items())
+                print(f"   with as many prefills for all: {told}")
             if "step_ms" in row:
                 for kind, what in STEP_KINDS.items():
                     told = "; ".join(f"{name} {r}" for name, r in against(row, kind).items())

@@ -80,9 +80,14 @@ class Window(NamedTuple):
         return 1e3 * self.step_tokens / self.ms_per_step
 
     @property
+    def prefill_s(self) -> float:
+        """Seconds that prefills added."""
+        return self.seconds - 1e-3 * self.ms_per_step * self.steps
+
+    @property
     def prefill_share(self) -> float:
         """How much of the time prefills added."""
-        return 1 - 1e-3 * self.ms_per_step * self.steps / self.seconds
+        return self.prefill_s / self.seconds
 
 
 def window_of(marks: Sequence[Mark], ran: Mapping[str, int]) -> Window:

@@ -24,6 +24,7 @@ from engine_pairs import (
     OwnWork,
     Shape,
     Watch,
+    _row,
     against,
     asked_rivals,
     asked_shapes,
@@ -172,6 +173,28 @@ def test_a_window_counts_what_came_behind_its_first_message() -> None:
     assert window.rate == pytest.approx(32 / 14)
     assert window.step_rate == pytest.approx(5.0)
     assert window.prefill_share == pytest.approx(8 / 14)
+
+
+def test_prefills_are_evened() -> None:
+    """More of them fell into the windows of one policy, which is as fast as the other."""
+
+    def window(seconds: float, prefills: int) -> Window:
+        return Window(0.0, 2000, seconds, 100, prefills, 2.0, 2.0, 20.0, 2.0, {})
+
+    # 0.01 s each; 100 steps of 2 ms beside them, or of 3 ms.
+    windows = {
+        "auto": [window(0.23, 3), window(0.23, 3)],
+        "chain": [window(0.21, 1), window(0.2, 0)],
+        "tree-15": [window(0.31, 1)._replace(ms_per_step=3.0)] * 2,
+    }
+    turns = SimpleNamespace(size=SimpleNamespace(tokens=2000), order=[])
+    shape = Shape(1, 0.0)
+    row: Any = _row(shape, {}, windows, turns)  # type: ignore[arg-type]
+    assert all(one["auto"] < 0.92 * one["chain"] for one in row["rounds"])
+    for one in row["evened"]:
+        assert one["auto"] == pytest.approx(shape.new / (0.002 * shape.new / 20 + 0.01))
+        assert one["chain"] == one["auto"]
+        assert one["tree-15"] == pytest.approx(shape.new / (0.003 * shape.new / 20 + 0.01))
 
 
 def test_what_seldom_comes_between_two_steps_is_in_the_mean_alone() -> None:
