@@ -289,16 +289,19 @@ def test_independent_rows_touch_the_experts_that_the_plan_counts() -> None:
 
 
 def test_memory_was_flat_over_a_long_prompt_and_far_slots_are_no_others() -> None:
-    roles = json.loads(ROWS_FILE.with_suffix(".json").read_text())["roles"]
-    long = next(role for role in roles if "long" in role)
-    assert long["long"]["tokens"] == 200_000
-    for what in ("chunks", "decode"):
-        held = [f["allocated_gb"] for f in long[what]]
-        assert max(held) - min(held) < 0.01
-    far = long["far_slots"]
-    assert far["equal"]
-    assert far["logprobs_apart"] < 1e-3
-    assert far["highest_element"][1] > 2**31 > far["highest_element"][0]
+    """By SGLang's chunks and, in the last run, by ours."""
+    stored = json.loads(ROWS_FILE.with_suffix(".json").read_text())["roles"]
+    runs = [role for role in stored if "long" in role]
+    assert len(runs) == 2
+    for run in runs:
+        assert run["long"]["tokens"] == 200_000
+        for what in ("chunks", "decode"):
+            held = [f["allocated_gb"] for f in run[what]]
+            assert max(held) - min(held) < 0.01
+        far = run["far_slots"]
+        assert far["equal"]
+        assert far["logprobs_apart"] < 1e-3
+        assert far["highest_element"][1] > 2**31 > far["highest_element"][0]
 
 
 def test_attention_s_share_is_beside_its_goal() -> None:
