@@ -227,12 +227,11 @@ def _row(
         ``step_tokens``: its tokens; ``order``: who was when; ``begun``: by the process's clock;
         means by policy: ``ms_per_step`` (median), ``prefills`` and ``steps`` of a window,
         ``prefill_share`` of its time, ``running`` requests of a step; ``ran``: steps of `auto` by
-        what they ran.
+        what they ran, all together and ``ran_each`` round, which tells in which it tried others.
     """
-    ran: Counter[str] = Counter()
     prefill_s = _prefill_s([window for some in windows.values() for window in some])
-    for window in windows["auto"]:
-        ran.update(window.ran)
+    ran_each = [dict(window.ran) for window in windows["auto"]]
+    ran: Counter[str] = sum(map(Counter, ran_each), Counter())
 
     def rounds(value: Callable[[Window], float]) -> list[dict[str, float]]:
         every = zip(*windows.values(), strict=True)
@@ -263,6 +262,7 @@ def _row(
         "prefill_share": means(lambda window: window.prefill_share),
         "running": means(lambda window: window.requests),
         "ran": dict(ran),
+        "ran_each": ran_each,
     }
 
 

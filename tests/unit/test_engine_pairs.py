@@ -106,6 +106,7 @@ def test_hundredths_are_told_where_rates_are_off_by_a_third(seed: int) -> None:
         assert max(rates) > 1.25 * min(rates), "the machine is disturbed"
         steps = math.ceil(row["window"]["tokens"] / TOKENS["auto"])
         assert row["ran"] == {"auto": steps * ROUNDS}
+        assert row["ran_each"] == [{"auto": steps}] * ROUNDS
         for name in ("ms_per_step", "steps", "prefills", "prefill_share", "running"):
             assert row[name].keys() == {"auto", *rivals}
         assert row["prefills"]["auto"] == 1
