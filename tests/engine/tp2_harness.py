@@ -1,6 +1,6 @@
-"""Two tensor-parallel ranks stepped together: rank 0 in the test process, rank 1 in a child.
+"""Tensor-parallel ranks stepped together: rank 0 in the test process, each other in a child.
 
-Rank 1 does whatever rank 0 is told to: each step, it gets the same requests and the same policy
+They do whatever rank 0 is told to: each step, they get the same requests and the same policy
 first. So every test that takes an `EngineHarness` runs at TP 2 too.
 """
 
@@ -26,77 +26,94 @@ START_DEADLINE_S = 300.0
 
 
 class Tp2Harness(EngineHarness):
-    """Rank 0 and, by pipe, rank 1."""
+    """Rank 0 and, by pipes, the others."""
 
-    #: What rank 1 is.
+    #: Ranks in all.
+    ranks = 2
+    #: What the others are.
     rank_kind: type[EngineHarness] = EngineHarness
 
     def __init__(self, model_path: str, **server_args: Any) -> None:
-        fields = server_args | {"tp_size": 2, "dist_init_addr": f"127.0.0.1:{free_port()}"}
+        where = f"127.0.0.1:{free_port()}"
+        fields = server_args | {"tp_size": self.ranks, "dist_init_addr": where}
         context = multiprocessing.get_context("spawn")
-        self._peer, theirs = context.Pipe()
-        self._child = context.Process(
-            target=_run_rank_1, args=(theirs, model_path, fields, self.rank_kind), daemon=True
-        )
-        self._child.start()
-        theirs.close()
+        self._pipes: list[Connection] = []
+        self._children = []
+        for rank in range(1, self.ranks):
+            ours, theirs = context.Pipe()
+            given = (theirs, model_path, fields, self.rank_kind, rank)
+            child = context.Process(target=_run_rank, args=given, daemon=True)
+            child.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._children.append(child)
         super().__init__(model_path, tp_rank=0, **fields)
         self._told("ready", START_DEADLINE_S)
 
     def step(self, iterations: int = 1) -> None:
-        """One iteration of both ranks; they must have ended alike."""
+        """One iteration of all ranks; they must have ended alike."""
         for _ in range(iterations):
-            self._peer.send(("step", list(self._gate.pending), str(tree_policy.current())))
+            self._tell("step", list(self._gate.pending), str(tree_policy.current()))
             super().step()
             self._told("stepped", STEP_DEADLINE_S)
 
     def step_freely(self, iterations: int) -> None:
-        """As on one rank; rank 1 takes as many steps."""
+        """As on one rank; the others take as many steps."""
         policy = str(tree_policy.current())
-        self._peer.send(("step_freely", list(self._gate.pending), policy, iterations))
+        self._tell("step_freely", list(self._gate.pending), policy, iterations)
         super().step_freely(iterations)
         self._told("stepped", STEP_DEADLINE_S)
 
     def at_boundary(self, act: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """As on one rank; rank 1's result comes second."""
-        self._peer.send(("act", act, arguments))
+        """As on one rank; the others' results follow, by rank."""
+        self._tell("act", act, arguments)
         results = super().at_boundary(act, *arguments)
-        return [*results, self._told("acted", STEP_DEADLINE_S)]
+        return [*results, *self._told("acted", STEP_DEADLINE_S)]
 
     def flush_cache(self) -> None:
-        """Empties both ranks' prefix caches."""
-        self._peer.send(("flush",))
+        """Empties all ranks' prefix caches."""
+        self._tell("flush")
         super().flush_cache()
         self._told("flushed", STEP_DEADLINE_S)
 
     def assert_no_leak(self) -> None:
-        """As on one rank, and the peer is in the same state."""
+        """As on one rank, and the others are in the same state."""
         super().assert_no_leak()
-        self._peer.send(("state",))
-        theirs = self._told("state", STEP_DEADLINE_S)
-        assert theirs == state(self), "the ranks differ"
+        self._tell("state")
+        ours = state(self)
+        for rank, theirs in enumerate(self._told("state", STEP_DEADLINE_S), start=1):
+            assert theirs == ours, f"ranks 0 and {rank} differ"
 
     def alive(self) -> bool:
-        """Whether both loops still run."""
-        return super().alive() and self._child.is_alive()
+        """Whether all loops still run."""
+        return super().alive() and all(child.is_alive() for child in self._children)
 
     def close(self) -> None:
-        """Ends both ranks."""
-        self._peer.send(("close",))
+        """Ends all ranks."""
+        self._tell("close")
         super().close()
-        self._child.join(STEP_DEADLINE_S)
-        if self._child.is_alive():
-            self._child.kill()
+        for child in self._children:
+            child.join(STEP_DEADLINE_S)
+            if child.is_alive():
+                child.kill()
 
-    def _told(self, what: str, deadline_s: float) -> Any:
-        assert self._peer.poll(deadline_s), f"rank 1 did not answer {what!r} in {deadline_s} s"
-        answer, value = self._peer.recv()
-        assert answer == what, f"rank 1: {answer} {value}"
+    def _tell(self, *what: Any) -> None:
+        for pipe in self._pipes:
+            pipe.send(what)
+
+    def _told(self, what: str, deadline_s: float) -> list[Any]:
+        return [self._told_by(rank, what, deadline_s) for rank in range(1, self.ranks)]
+
+    def _told_by(self, rank: int, what: str, deadline_s: float) -> Any:
+        pipe = self._pipes[rank - 1]
+        assert pipe.poll(deadline_s), f"rank {rank} did not answer {what!r} in {deadline_s} s"
+        answer, value = pipe.recv()
+        assert answer == what, f"rank {rank}: {answer} {value}"
         return value
 
 
 def state(harness: EngineHarness) -> dict[str, Any]:
-    """What two ranks that decided alike have in common."""
+    """What ranks that decided alike have in common."""
     scheduler = harness.scheduler
     allocator = scheduler.token_to_kv_pool_allocator
     return {
@@ -107,13 +124,13 @@ def state(harness: EngineHarness) -> dict[str, Any]:
     }
 
 
-def _run_rank_1(
-    pipe: Connection, model_path: str, fields: dict[str, Any], kind: type[EngineHarness]
+def _run_rank(
+    pipe: Connection, model_path: str, fields: dict[str, Any], kind: type[EngineHarness], rank: int
 ) -> None:
-    os.environ["OVERSTORY_TEST_RANK"] = "1"
+    os.environ["OVERSTORY_TEST_RANK"] = str(rank)
     prepare_process(kind.device)
     try:
-        harness = kind(model_path, tp_rank=1, **fields)
+        harness = kind(model_path, tp_rank=rank, **fields)
         pipe.send(("ready", None))
         _obey(pipe, harness)
     except BaseException as error:

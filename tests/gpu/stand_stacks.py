@@ -12,6 +12,7 @@ import functools
 import importlib
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -155,16 +156,28 @@ def time_calls(place: str, stacks: Stacks) -> None:
     setattr(owner, method, timed)
 
 
-def compiled_since(when: float) -> list[tuple[float, str]]:
-    """Kernels that Triton has compiled since: seconds after, and name. What lies in its cache is
-    read from there."""
+def compiled_since(when: float) -> list[tuple[float, str, str]]:
+    """Kernels that Triton has compiled since: seconds after, name, and `variant`. What lies in its
+    cache is read from there."""
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
-    kernels = [(file.stat().st_mtime, file.stem) for file in folder.glob("*/*.json")]
+    kernels = [(file.stat().st_mtime, file) for file in folder.glob("*/*.json")]
     return sorted(
-        (round(at - when, 2), name)
-        for at, name in kernels
-        if at > when and not name.startswith("__grp__")
+        (round(at - when, 2), file.stem, variant(file.with_suffix(".ttir")))
+        for at, file in kernels
+        if at > when and not file.stem.startswith("__grp__")
     )
+
+
+def variant(ttir: Path) -> str:
+    """What tells a kernel from others of its name, of Triton's first form of it: arguments that are
+    not known to be multiples of 16, and the lengths of its ranges."""
+    if not ttir.exists():
+        return ""
+    text = ttir.read_text()
+    head = next((line for line in text.splitlines() if "tt.func public" in line), "")
+    given = re.findall(r"%(\w+): [^,{]+?(\{tt\.divisibility = 16[^}]*\})? loc\(", head)
+    ranges = sorted({int(end) for end in re.findall(r"make_range \{end = (\d+)", text)})
+    return f"not by 16: {' '.join(name for name, even in given if not even)}; ranges: {ranges}"
 
 
 def told(folder: Path) -> dict[str, list[dict[str, Any]]]:

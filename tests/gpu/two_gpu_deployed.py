@@ -1,4 +1,5 @@
-"""Deployments on two GPUs, each on a Ray of its own: rolling restarts, TP 2, GPUs by other numbers.
+"""Deployments on two or four GPUs, each on a Ray of its own: rolling restarts, TP 2 and 4, GPUs by
+other numbers.
 
     two_gpu_deployed.py CASE OUT SECONDS
 
@@ -55,18 +56,19 @@ ON_GPUS = (
     "engine.max_running_requests=8",
     "engine.cuda_graph_bs_decode=[1,4,8]",
 )
-ROLLING = (
-    "replicas=2",
-    "engine.tp_size=1",
-    "control.kv_hand_off_tokens=64",
-    *(("resources.cpus_per_rank=0.9", "engine.max_total_tokens=4096") if TOY else ()),
-)
-
-TP2 = (
-    "engine.tp_size=2",
+ROLLING = ("replicas=2", "control.kv_hand_off_tokens=64")
+ON = ("control.kv_hand_off=on", "control.weights_from_peer=on")
+OFF = ("control.kv_hand_off=off", "control.weights_from_peer=off")
+TIGHT = ("engine.max_total_tokens=4096",) if TOY else ()
+ONE = ("engine.tp_size=1", *(("resources.cpus_per_rank=0.9", *TIGHT) if TOY else ()))
+SEVERAL = (
     "control.compare_digests=gather",
     *(() if TOY else ("engine.enforce_disable_flashinfer_allreduce_fusion=true",)),
 )
+TP2 = ("engine.tp_size=2", *SEVERAL)
+PAIR = (*ROLLING, *TP2, *(("resources.cpus_per_rank=0.45", *TIGHT) if TOY else ()))
+"""Two replicas of two ranks, each with GPUs of its own: four in all."""
+TP4 = ("engine.tp_size=4", *SEVERAL, *(("resources.cpus_per_rank=0.45",) if TOY else ()))
 TOLD = ("pid", "forwards", "weights", "stood_s", "stands", "meetings")
 """Of a rank, from the status."""
 LONG_S = 0.12
@@ -90,16 +92,18 @@ class Case:
 
 CASES = {
     "rolling_on": Case(
-        (*ROLLING, "control.kv_hand_off=on", "control.weights_from_peer=on"),
+        (*ROLLING, *ONE, *ON),
         {NOSET: "1"},
         restart=True,
     ),
-    "rolling_off": Case(
-        (*ROLLING, "control.kv_hand_off=off", "control.weights_from_peer=off"), restart=True
-    ),
+    "rolling_off": Case((*ROLLING, *ONE, *OFF), restart=True),
     "tp2_noset1": Case(TP2, {NOSET: "1"}),
     "tp2_noset0": Case(TP2, {NOSET: "0"}),
     "tp2_unset": Case(TP2),
+    "pair_on": Case((*PAIR, *ON), {NOSET: "1"}, restart=True),
+    "pair_off": Case((*PAIR, *OFF), restart=True),
+    "tp4_noset1": Case(TP4, {NOSET: "1"}),
+    "tp4_unset": Case(TP4),
     "second_gpu_noset0": Case(
         ("engine.tp_size=1",), {NOSET: "0"} | ({} if TOY else {"CUDA_VISIBLE_DEVICES": "1"})
     ),
@@ -293,8 +297,10 @@ def run(name: str, report: Callable[[str, Any], None], deadline: float, folder: 
             return
         report("ranks", ranks_of(picture(deployed)))
         with Answers(deployed.url, CLIENTS) as seen:
+            begun_at = time.time()
             report("first answers", period(seen, lambda: warmed(seen)))
             report("undisturbed", period(seen, lambda: wait_s(4.0)))
+            report("compiled at first", stand_stacks.compiled_since(begun_at))
             if case.restart:
                 begun_at = time.time()
                 report("restart", period(seen, lambda: restart(deployed, left() - ENDING_S)))

@@ -1,4 +1,5 @@
-"""Real SGLang on two GPUs: KV and weights go over by NCCL between two replicas, and one of TP 2.
+"""Real SGLang on two or four GPUs: KV and weights go over by NCCL between two replicas, and one of
+TP 2 or 4.
 
     two_gpu_engines.py ROLE OUT SECONDS
     two_gpu_engines.py compare OUT
@@ -8,6 +9,9 @@ Roles, each an own process that may run beside the others:
     hand_off_tp2  the same of two ranks each, one replica's on GPUs 0 and 1, the other's on 1 and 0
     tp2         two ranks with CUDA graphs: texts by policy, digests by NCCL, 10,000 steps
     tp2_custom  the same with SGLang's own all-reduce, texts only
+  on four GPUs:
+    hand_off_pair  as hand_off_tp2, one replica on GPUs 0 and 1, the other on 2 and 3
+    tp4, tp4_custom  as tp2, tp2_custom
 `compare` holds the texts of the roles against each other. Needs SGLang on PYTHONPATH and the
 plugin's entry point; see two_gpu_session.sh. Writes OUT/engines_ROLE.json after each result.
 TWO_GPU_TOY=1 rehearses on a CPU; HANDOFF_TEST_TRANSPORT=tcp runs `hand_off` on one GPU.
@@ -62,6 +66,12 @@ class CudaTp2(Tp2Harness, CudaEngine):
     """Ranks on GPUs 0 and 1."""
 
     rank_kind = CudaEngine
+
+
+class CudaTp4(CudaTp2):
+    """Ranks on GPUs 0 to 3."""
+
+    ranks = 4
 
 
 def fields(drafter: str, **more: Any) -> dict[str, Any]:
@@ -263,6 +273,18 @@ class TakingTp2(Tp2Harness, CrossedEngine):
     rank_kind = CrossedEngine
 
 
+class FarEngine(TakingEngine):
+    """A rank of `FarTp2`."""
+
+    first_gpu = 0 if ONE_GPU else 2
+
+
+class FarTp2(Tp2Harness, FarEngine):
+    """Ranks on GPUs 2 and 3."""
+
+    rank_kind = FarEngine
+
+
 _STARTED: list[float] = []
 """When this rank's engine began to start and when it was up, by `time.perf_counter`."""
 
@@ -310,6 +332,12 @@ def hand_off_tp2(report: Callable[[str, Any], None], out: Path, deadline: float)
     """The same between two replicas of TP 2, rank to rank, which share the two GPUs."""
     del deadline
     _hand_off(report, out, (GivingTp2, TakingTp2), 34900)
+
+
+def hand_off_pair(report: Callable[[str, Any], None], out: Path, deadline: float) -> None:
+    """The same between two replicas of TP 2 that have two GPUs each."""
+    del deadline
+    _hand_off(report, out, (GivingTp2, FarTp2), 37900)
 
 
 def _hand_off(
@@ -499,9 +527,25 @@ def digests(scheduler: Any, times: int, differ: bool) -> dict[str, Any]:
 def tp2(report: Callable[[str, Any], None], out: Path, deadline: float, **more: Any) -> None:
     """DDTREE on two ranks with graphs: texts by policy, digests, and ranks that stay alike."""
     del out
+    _several(report, deadline, CudaTp2, 33900, more)
+
+
+def tp4(report: Callable[[str, Any], None], out: Path, deadline: float, **more: Any) -> None:
+    """The same on four."""
+    del out
+    _several(report, deadline, CudaTp4, 36900, more)
+
+
+def _several(
+    report: Callable[[str, Any], None],
+    deadline: float,
+    kind: type[CudaTp2],
+    port: int,
+    more: dict[str, Any],
+) -> None:
     target, drafter = pair()
     begun = time.perf_counter()
-    engine = CudaTp2(target, **fields(drafter, port=33900, **more))
+    engine = kind(target, **fields(drafter, port=port, **more))
     report("start_s", round(time.perf_counter() - begun, 1))
     try:
         said(engine, report, prompts(8, 128))
@@ -547,6 +591,9 @@ ROLES: dict[str, Callable[..., None]] = {
     "hand_off_tp2": hand_off_tp2,
     "tp2": tp2,
     "tp2_custom": lambda *given: tp2(*given, disable_custom_all_reduce=False),
+    "hand_off_pair": hand_off_pair,
+    "tp4": tp4,
+    "tp4_custom": lambda *given: tp4(*given, disable_custom_all_reduce=False),
 }
 
 
