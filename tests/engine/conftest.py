@@ -48,6 +48,21 @@ def no_shared_engine(_engines: dict[str, Any]) -> None:
     _close(_engines)
 
 
+def _engine_of(
+    engines: dict[str, Any], kind: Callable[..., EngineHarness], ranks: int, model: str
+) -> Callable[..., EngineHarness]:
+    def get(**server_args: Any) -> EngineHarness:
+        wanted = {"tp_size": ranks} | server_args
+        if engines.get("arguments") != wanted or not engines["engine"].alive():
+            _close(engines)
+            engines["engine"] = kind(model, **server_args)
+            engines["arguments"] = wanted
+        held: EngineHarness = engines["engine"]
+        return held
+
+    return get
+
+
 @pytest.fixture
 def engine(_engines: dict[str, Any], pair: tuple[str, str]) -> Callable[..., EngineHarness]:
     """Gives the scheduler of the wanted ServerArgs: the one at hand, or a new one in its place.
@@ -56,15 +71,7 @@ def engine(_engines: dict[str, Any], pair: tuple[str, str]) -> Callable[..., Eng
     """
     from harness import EngineHarness
 
-    def get(**server_args: Any) -> EngineHarness:
-        if _engines.get("arguments") != server_args or not _engines["engine"].alive():
-            _close(_engines)
-            _engines["engine"] = EngineHarness(pair[0], **server_args)
-            _engines["arguments"] = server_args
-        held: EngineHarness = _engines["engine"]
-        return held
-
-    return get
+    return _engine_of(_engines, EngineHarness, 1, pair[0])
 
 
 @pytest.fixture
@@ -72,13 +79,12 @@ def engine_tp2(_engines: dict[str, Any], pair: tuple[str, str]) -> Callable[...,
     """As `engine`, at TP 2: rank 1 runs in a child process."""
     from tp2_harness import Tp2Harness
 
-    def get(**server_args: Any) -> EngineHarness:
-        wanted = {"tp_size": 2} | server_args
-        if _engines.get("arguments") != wanted or not _engines["engine"].alive():
-            _close(_engines)
-            _engines["engine"] = Tp2Harness(pair[0], **server_args)
-            _engines["arguments"] = wanted
-        held: EngineHarness = _engines["engine"]
-        return held
+    return _engine_of(_engines, Tp2Harness, 2, pair[0])
 
-    return get
+
+@pytest.fixture
+def engine_tp4(_engines: dict[str, Any], pair: tuple[str, str]) -> Callable[..., EngineHarness]:
+    """As `engine`, at TP 4."""
+    from tp2_harness import Tp4Harness
+
+    return _engine_of(_engines, Tp4Harness, 4, pair[0])

@@ -1,4 +1,4 @@
-"""TP 2 over gloo: the ranks agree step by step, and on the text of TP 1."""
+"""TP 2, and 4, over gloo: the ranks agree step by step, and on the text of TP 1."""
 
 from __future__ import annotations
 
@@ -124,3 +124,10 @@ def test_two_ranks_under_all_policies(
     _check(
         engine, engine_tp2, pair, monkeypatch, POLICIES, 48, disable_overlap_schedule=not overlap
     )
+
+
+@pytest.mark.full
+def test_four_ranks_give_the_text_of_one(
+    engine: Engine, engine_tp4: Engine, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _check(engine, engine_tp4, pair, monkeypatch, ("plain", "chain", "tree-15"), 24)

@@ -112,6 +112,12 @@ class Tp2Harness(EngineHarness):
         return value
 
 
+class Tp4Harness(Tp2Harness):
+    """Rank 0 and three others."""
+
+    ranks = 4
+
+
 def state(harness: EngineHarness) -> dict[str, Any]:
     """What ranks that decided alike have in common."""
     scheduler = harness.scheduler
