@@ -228,6 +228,7 @@ def test_what_a_captured_step_hands_out(timed: bool) -> None:
     """Three places, two of them in use; the clock at both ends, or no clock (GPUs unless asked)."""
     from overstory.kernels.reference import Accepted, chain_tree
     from overstory.workers.ddtree.step_graph import LANDINGS, _Landing, _packed, _Raw
+    from overstory.workers.policy.evidence import Walk
 
     tree = chain_tree(torch.tensor([5, 6, 7]), torch.tensor([[1, 2], [3, 4], [8, 9]]))
     accepted = Accepted(
@@ -250,6 +251,9 @@ def test_what_a_captured_step_hands_out(timed: bool) -> None:
     assert out.accept_lens.tolist() == [2, 1]
     assert out.deepest.tolist() == [2, 2]
     assert out.times.tolist() == ([100, 130] if timed else [])
+    assert out.walks.of(1, True) == Walk([-1, 0, 1], [-1, 0, 0], [], 3, True)
+    assert out.walks.of(0, True) == Walk([-1, 0, 1], [-1, 0, 0], [1], 3, True)
+    assert [len(part) for part in out.walks] == [2] * 4
     packed.copy_(first)
     assert landing.land().roots.tolist() == [21, 22]
     assert out.seq_lens.tolist() == [42, 51]

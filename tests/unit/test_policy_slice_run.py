@@ -28,14 +28,17 @@ from slice_roles import AUTO
 from overstory.workers.policy import chooser
 from overstory.workers.policy.chooser import StepChooser
 from overstory.workers.policy.cost_table import CostTable
+from overstory.workers.policy.measure import Grid, _table
 from overstory.workers.policy.options import Options
 
 STORED = Path(__file__).parents[2] / "docs" / "benchmarks" / "rank_slice_h200.json"
 RUNS = (("fits", "9b923f7"), ("fits badly", "be0b148"), ("fits badly", "9b923f7"))
 """The runs whose step times are taken, by drafter."""
 GOAL = 0.98
-BATCHES, CONTEXTS = (1, 2, 4, 8, 16), (256, 2048, 16384, 65536)
+GRID = Grid((1, 2, 4, 8, 16), (256, 2048, 16384, 65536), 1_049_169, 33)
 """Of the cost table that an engine of 16 requests measures."""
+WHOLE, CUT = 20, 11
+"""Cells of it that were timed. At 9b923f7 16 were in 8 s, four of 65,536 tokens not among them."""
 LAUNCH_NS = 600_000
 OPTIONS = Options.of(8, 32).grown(lambda rows: next(n for n in (1, 8, 9, 17, 33) if n >= rows))
 Times = dict[tuple[int, int], list[float]]
@@ -76,22 +79,22 @@ def step_us(measured: Times, batch: int, context: int) -> list[float]:
     return [a + (b - a) * share for a, b in zip(*sides, strict=True)]
 
 
-def table(measured: Times) -> CostTable:
-    cells = {
-        (option, b, c): round(us)
-        for b, batch in enumerate(BATCHES)
-        for c, context in enumerate(CONTEXTS)
-        for option, us in enumerate(step_us(measured, batch, context))
-    }
-    return CostTable.measured(OPTIONS.names, BATCHES, CONTEXTS, cells)
+def table(measured: Times, timed: int) -> CostTable:
+    """Of so many cells, the others filled in."""
+    cells = GRID.cells()[:timed]
+    found = {cell: [round(us) for us in step_us(measured, *cell)] for cell in cells}
+    nothing = dict.fromkeys(GRID.batches, [0] * len(OPTIONS))
+    return _table(OPTIONS, found, nothing, nothing)
 
 
 class Engine:
     """Worker, timer and device in one; ``now`` is the host's clock in nanoseconds."""
 
-    def __init__(self, measured: Times, drafts: Drafts, noise: float, seed: int) -> None:
+    def __init__(
+        self, measured: Times, timed: int, drafts: Drafts, noise: float, seed: int
+    ) -> None:
         self.chooser = StepChooser(OPTIONS, ONE_RANK, host_waits=False)
-        self.chooser.start(table(measured), 0.05)
+        self.chooser.start(table(measured, timed), 0.05)
         self._measured, self._trees = measured, drafts._trees
         self._noise, self._dice = noise, random.Random(seed)
         self.now = self._end = 0
@@ -125,17 +128,18 @@ def drafts(drafter: str) -> Drafts:
     return Drafts(OPTIONS, 7, SURE[drafter])
 
 
-@pytest.mark.parametrize("noise", [0.002, 0.01])
+@pytest.mark.parametrize(("noise", "timed"), [(0.002, WHOLE), (0.01, WHOLE), (0.003, CUT)])
 @pytest.mark.parametrize(("drafter", "commit"), RUNS)
 def test_every_point_is_within_two_hundredths_of_the_best_budget(
-    drafter: str, commit: str, noise: float, monkeypatch: pytest.MonkeyPatch
+    drafter: str, commit: str, noise: float, timed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three of ten were not at be0b148, with 128 steps timed: trials that came late, since steps
-    after one were too few to compare, and trials of budgets that are a third worse."""
+    after one were too few to compare, and trials of budgets that are a third worse. One was not at
+    9b923f7, whose table had taken a context to cost four requests four times what it costs one."""
     measured = times(drafter, commit)
     assert measured.keys() == set(AUTO)
     for seed in range(3):
-        engine = Engine(measured, drafts(drafter), noise, seed)
+        engine = Engine(measured, timed, drafts(drafter), noise, seed)
         clock = SimpleNamespace(perf_counter_ns=lambda engine=engine: engine.now)
         monkeypatch.setattr(chooser, "time", clock)
         with automatic_policy(OPTIONS.nodes[-1]):

@@ -149,6 +149,35 @@ def test_measuring_ends_in_time_with_a_usable_table(seconds: float) -> None:
     assert order == sorted(order), "more rows cost more"
 
 
+class CutTimer(FakeTimer):
+    """A context costs eight requests four and a half times what it costs one."""
+
+    def cost(self, nodes: int, batch: int, context: int) -> int:
+        return 5000 + batch * (nodes + 1) * 100 + (batch + 1) * context // 2
+
+
+def test_cells_that_there_was_no_time_for_lie_on_a_line_between_the_measured_ones() -> None:
+    """Not on so many times what their context costs one request: that is too much."""
+    timer, cells = CutTimer(), GRID.cells()
+    assert cells[:6] == [(1, 256), (8, 256), (2, 256), (4, 256), (1, 2048), (8, 2048)]
+    asked: list[tuple[int, int]] = []
+
+    def prepare(batch: int, context: int) -> None:
+        asked.append((batch, context))
+        timer.cell = batch, context
+
+    timer.prepare = prepare  # type: ignore[method-assign]
+    # Time is up when the cell after the corner is at hand.
+    costs = measure(timer, OPTIONS, GRID, 1.0, lambda value: value, lambda: float(len(asked) > 6))
+    assert asked[:6] == cells[:6]
+    for o, nodes in enumerate(OPTIONS.nodes):
+        added = [timer.cost(nodes, b, 2048) - timer.cost(nodes, b, 256) for b in (1, 8)]
+        for batch in (2, 4):
+            more = added[0] + (added[1] - added[0]) * (batch - 1) // 7
+            assert costs.cost(o, batch, 2048) == timer.cost(nodes, batch, 256) + more
+            assert more < batch * added[0]
+
+
 def test_all_ranks_run_the_steps_that_rank_0_says() -> None:
     said: list[int] = []
 

@@ -27,7 +27,7 @@ from overstory.kernels.reference import Accepted, Tree
 from overstory.workers.ddtree.commit import TargetKv, extend_drafter
 from overstory.workers.ddtree.draft import root_tree
 from overstory.workers.ddtree.verify import TreeVerifyInput, row_layout
-from overstory.workers.policy.chooser import speculates
+from overstory.workers.policy.chooser import Walks, speculates
 from overstory.workers.tree_policy import Mode, TreePolicy
 
 if TYPE_CHECKING:
@@ -74,6 +74,8 @@ class StepOutput(NamedTuple):
     times: torch.Tensor
     """[2] int64 on the host, the device's clock before and after the step's work; [0] if steps are
     not timed."""
+    walks: Walks
+    """Complete as `tokens`: every step hands them out, since one launch and one copy take all."""
     roots: torch.Tensor
     """[bs] int64, the next step's."""
     seq_lens: torch.Tensor
@@ -457,7 +459,9 @@ def _packed(
     """All that a step hands out, in one tensor: `_unpacked`."""
     given = accepted.lengths + 1
     parts = (given, accepted.bonus, lengths + given, tree.depths.amax(dim=1), *times)
-    return torch.cat([accepted.tokens.reshape(-1), *parts])
+    walks = (tree.parents, tree.ranks, tree.sizes, accepted.rows)
+    flat = (part.reshape(-1) for part in (accepted.tokens, *parts, *walks))
+    return torch.cat(list(flat))  # one launch, and one copy to the host
 
 
 def _unpacked(raw: _Raw, host: torch.Tensor, live: int, bs: int) -> StepOutput:
@@ -466,21 +470,26 @@ def _unpacked(raw: _Raw, host: torch.Tensor, live: int, bs: int) -> StepOutput:
     Args:
         host: a copy of what it has packed.
     """
-    width = raw.accepted.tokens.shape[1]
-    sizes = _sizes(bs, width, host.shape[0])
-    tokens, given, _, _, deepest, times = host.split_with_sizes(sizes)
-    _, _, roots, lengths, _, _ = raw.packed.split_with_sizes(sizes)
     tree, accepted = raw.tree, raw.accepted
+    width = accepted.tokens.shape[1]
+    sizes = _sizes(bs, width, tree.rows, host.shape[0])
+    tokens, given, _, _, deepest, times, *told = host.split_with_sizes(sizes)
+    _, _, roots, lengths, *_ = raw.packed.split_with_sizes(sizes)
+    parents, ranks, used, rows = told
+    walks = Walks(parents.view(bs, -1), ranks.view(bs, -1), used, rows.view(bs, -1))
     if live < bs:
         tokens = tokens[: live * width]
         given, deepest, roots, lengths = (part[:live] for part in (given, deepest, roots, lengths))
         tree, accepted = _first(tree, live), Accepted(*(field[:live] for field in accepted))
-    return StepOutput(tokens, width, given, deepest, times, roots, lengths, tree, accepted)
+        walks = Walks(*(field[:live] for field in walks))
+    return StepOutput(tokens, width, given, deepest, times, walks, roots, lengths, tree, accepted)
 
 
-def _sizes(bs: int, width: int, packed: int) -> list[int]:
-    """Of the parts of `_packed`: tokens, how many are given, roots, lengths, depths, times."""
-    return [bs * width, bs, bs, bs, bs, packed - bs * (width + 4)]
+def _sizes(bs: int, width: int, rows: int, packed: int) -> list[int]:
+    """Of the parts of `_packed`: tokens, how many are given, roots, lengths, depths, times, and of
+    the trees parents, ranks, sizes and accepted rows."""
+    walks = [bs * rows, bs * rows, bs, bs * width]
+    return [bs * width, bs, bs, bs, bs, packed - bs * (width + 4) - sum(walks), *walks]
 
 
 def _first(tree: Tree, live: int) -> Tree:

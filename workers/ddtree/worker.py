@@ -261,7 +261,7 @@ class DDTreeWorker(DFlashWorkerV2):
         else:  # the scheduler keeps them for the next step instead of publishing them now
             roots, seq_lens = roots.clone(), seq_lens.clone()
         clock.mark("step")
-        outcome = self.chooser.outcome(batch, policy, done.tree, done.accepted)
+        outcome = self.chooser.outcome(batch, policy, done.tree, done.accepted, done.walks)
         requests, times = tuple(batch.reqs), done.times if self.timed else None
         PENDING.add(
             StepRecord(str(policy), done.tree, requests, clock.stages, done.deepest, outcome, times)

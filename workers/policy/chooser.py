@@ -54,9 +54,10 @@ OBSERVED_STEPS = 4
 """The walks of one step of so many are counted. All steps are, until it is known what a kind of
 requests accepts."""
 
-OBSERVED_EVERY_NS = 80_000_000
+OBSERVED_EVERY_NS = 16_000_000
 """Least time between two counted steps where much is known already (`Steering.settled`): one takes
-the host 0.1 to 0.2 ms (small launches, a copy, a walk in Python), and that is time of a step."""
+the host some 0.04 ms (two walks in Python; 0.1 to 0.2 ms where steps run in parts and their trees
+are copied), and that is time of a step."""
 
 LEAVING = 4
 """A choice stands until more than one in so many of its requests have left: where a batch ends they
@@ -127,20 +128,46 @@ def spare_opted_out(tree: Tree, reqs: Sequence[Req]) -> Tree:
     )
 
 
+class Walks(NamedTuple):
+    """Of a step's trees, on the host: ``parents`` and ``ranks`` [bs, rows], ``sizes`` [bs] as in
+    `Tree`, and ``accepted`` rows [bs, width]; int64."""
+
+    parents: torch.Tensor
+    ranks: torch.Tensor
+    sizes: torch.Tensor
+    accepted: torch.Tensor
+
+    @classmethod
+    def copied(cls, tree: Tree, accepted: Accepted) -> Walks:
+        """On their way to the host, by the step's stream."""
+        columns = (tree.parents, tree.ranks, tree.sizes.unsqueeze(1), accepted.rows)
+        # One tensor: each copy to the host is a launch.
+        told = torch.cat(columns, dim=1).to("cpu", non_blocking=True)
+        parents, ranks, sizes, rows = told.split([part.shape[1] for part in columns], dim=1)
+        return cls(parents, ranks, sizes.squeeze(1), rows)
+
+    def of(self, request: int, chain: bool) -> Walk | None:
+        """That of one request; None if nothing was drafted for it."""
+        size = int(self.sizes[request])
+        if size <= 1:
+            return None
+        parents, ranks = self.parents[request].tolist(), self.ranks[request].tolist()
+        path = [row for row in self.accepted[request].tolist()[1:] if row >= 0]
+        return Walk(parents, ranks, path, size, chain)
+
+
 @dataclass
 class StepOutcome:
     """A step's trees and walks on their way to the host, for rank 0's evidence.
 
-    ``told``: [bs, 2 n + 1 + width] int64: parents, ranks, size and accepted rows of each request,
-    for trees of n ``rows``. ``working`` is called before its walks are counted.
+    ``working`` is called before its walks are counted.
     """
 
     steering: Steering
     working: Callable[[], None]
     kinds: list[int | None]
     chain: bool
-    rows: int
-    told: torch.Tensor
+    told: Walks
     turn: int = 0
 
     def judge(self, running: list[bool]) -> None:
@@ -149,17 +176,13 @@ class StepOutcome:
         It was copied behind the step on its stream: its results must have been read.
         """
         self.working()
-        n = self.rows
         counted = [b for b, kind in enumerate(self.kinds) if running[b] and kind is not None]
         if len(counted) > OBSERVED:
             from_here = counted[self.turn % len(counted) :] + counted
             counted = [from_here[i * len(counted) // OBSERVED] for i in range(OBSERVED)]
         for b in counted:
-            told = self.told[b].tolist()
-            kind, size = self.kinds[b], told[2 * n]
-            if kind is not None and size > 1:
-                accepted = [row for row in told[2 * n + 2 :] if row >= 0]
-                walk = Walk(told[:n], told[n : 2 * n], accepted, size, self.chain)
+            walk, kind = self.told.of(b, self.chain), self.kinds[b]
+            if kind is not None and walk is not None:
                 self.steering.observe(kind, walk)
 
 
@@ -368,27 +391,34 @@ class StepChooser:
             self._run.marks.append(INTERRUPTED)
 
     def outcome(
-        self, batch: ScheduleBatch, policy: TreePolicy, tree: Tree, accepted: Accepted
+        self,
+        batch: ScheduleBatch,
+        policy: TreePolicy,
+        tree: Tree,
+        accepted: Accepted,
+        told: Walks | None = None,
     ) -> StepOutcome | None:
         """The step's trees for `PendingSteps`, where they are to be counted: of some steps that the
-        automatic rule chose, and of all until it knows the requests' kind."""
+        automatic rule chose, and of all until it knows the requests' kind.
+
+        Args:
+            told: the same on the host, where the step has it copied anyway.
+        """
         auto = self._auto
         if not self._ruling or auto is None or auto.steering is None or policy.mode == "plain":
             return None
         self._turn += 1
         if not self._to_be_counted(auto):
             return None
-        self._note_work()
         kinds = [kind if drafting else None for drafting, kind in map(kind_of, batch.reqs)]
-        # One tensor: each copy to the host is a launch.
-        columns = (tree.parents, tree.ranks, tree.sizes.unsqueeze(1), accepted.rows)
-        told = torch.cat(columns, dim=1).to("cpu", non_blocking=True)
+        if told is None:
+            self._note_work()
+            told = Walks.copied(tree, accepted)
         return StepOutcome(
             auto.steering,
             self._note_work,
             kinds,
             policy.mode == "chain",
-            tree.rows,
             told,
             self._turn,
         )
@@ -397,8 +427,8 @@ class StepChooser:
         why = self._last.decision.why if self._last is not None else ""
         if why in ("unknown", "trial"):
             return True
-        if why == "probe":  # its first step is not timed
-            return auto.since == 0
+        if why == "probe":  # its first step is not timed, and the last one is counted after it
+            return auto.since in (0, PROBE_RUN - 1)
         if not self._settled:
             return self._turn % OBSERVED_STEPS == 0
         now = time.perf_counter_ns()

@@ -26,9 +26,10 @@ from overstory.workers.policy.options import CHAIN, FIRST_TREE, Options
 MEMORY = 256
 """Observations that a rate remembers: the weight of one falls to 1/e after that many newer ones."""
 
-FADE_STEPS = 4000
+FADE_STEPS = 20_000
 """Steps after which an observation's weight falls to 1/e, newer ones or not: a probe that is old
-says little about today's requests."""
+says little about today's requests. Not sooner: where steps are short few are counted, and what a
+few walks say of a tree is off by more than trees differ by."""
 
 WANTED = 32
 """Observations before a rate counts as known."""

@@ -94,14 +94,14 @@ class Grid:
     def cells(self) -> list[Cell]:
         """Cells in the order in which they are worth having: extremes first, then between.
 
-        A table needs its corners; what lies between them is filled along lines.
+        A table needs its corners; what lies between them is filled along lines. Of the others the
+        largest batches come first: a context costs several requests less than so many times what
+        it costs one, by how much only they tell.
         """
-        ends = [self.batches[0], self.batches[-1]]
-        inner = self.batches[1:-1]
-        order = [*dict.fromkeys(ends), *inner]
-        cells = [(b, c) for c in self.contexts[:1] for b in order]
-        cells += [(self.batches[0], c) for c in self.contexts[1:]]
-        cells += [(b, c) for c in self.contexts[1:] for b in order if b != self.batches[0]]
+        first, *others = self.batches
+        cells = [(b, self.contexts[0]) for b in dict.fromkeys([first, *others[-1:], *others])]
+        cells += [(first, c) for c in self.contexts[1:]]
+        cells += [(b, c) for b in reversed(others) for c in reversed(self.contexts[1:])]
         return [cell for cell in cells if self.fits(cell)]
 
 
@@ -183,18 +183,28 @@ def _table(
 
 
 def _at(option: int, batch: int, context: int, found: dict[Cell, list[int]]) -> int:
-    """A measured cell, else the sum of what its batch and its context add to the smallest cell.
+    """A measured cell, else what its batch costs with the first context and what its own context
+    adds, on a line between the batches next to it that were measured with that context.
 
     The first batch and the first context are measured before the others (`Grid.cells`), so both
-    terms exist for each batch and context of the table.
+    terms exist for each batch and context of the table. Beyond the largest measured batch a
+    context is taken to add as much for each further request.
     """
     if (batch, context) in found:
         return max(1, found[batch, context][option])
-    first_batch = min(b for b, _ in found)
-    first_context = min(c for _, c in found)
-    base = found[first_batch, first_context][option]
-    more_context = found[first_batch, context][option] - base
-    return max(1, found[batch, first_context][option] + max(0, more_context) * batch)
+    first = min(c for _, c in found)
+
+    def added(known: int) -> int:
+        return max(0, found[known, context][option] - found[known, first][option])
+
+    measured = sorted(b for b, c in found if c == context)
+    low = max(b for b in measured if b < batch)
+    high = next((b for b in measured if b > batch), None)
+    if high is None:
+        more = added(low) * batch // low
+    else:
+        more = added(low) + (added(high) - added(low)) * (batch - low) // (high - low)
+    return max(1, found[batch, first][option] + max(0, more))
 
 
 class CellTimer:
