@@ -257,10 +257,7 @@ def pairs(every: dict[str, dict[str, Any]]) -> None:
                 steps = ", ".join(f"{n} {ms:.3f}" for n, ms in row["ms_per_step"].items())
                 print(f"   ms per step: {steps}; auto's steps: {row['ran']}")
             for rule, own in row.get("own", {}).items():
-                print(
-                    f"   the chooser's own work, {rule}: {own['mean_us']:.1f} us of a step (median "
-                    f"{own['median_us']:.1f}; {own['steps']} steps)"
-                )
+                print(f"   {_own_work(rule, own)}")
             if "rule" in row:
                 told = ", ".join(
                     f"{name} {one['tokens']:.2f} in {one['us']} us (off {one['off']:.3f}, "
@@ -269,6 +266,16 @@ def pairs(every: dict[str, dict[str, Any]]) -> None:
                 )
                 print(f"   believed at {row['rule'].get('batch')} requests: {told}")
                 print(f"   noise {row['rule'].get('noise')}, {row['machine']}")
+
+
+def _own_work(rule: str, own: dict[str, Any]) -> str:
+    """Of `engine_pairs.OwnWork`."""
+    changes, visits = (", ".join(f"{us:.0f}" for us in own[f"{n}_us"]) for n in ("change", "visit"))
+    return (
+        f"the chooser's own work, {rule}: {own['mean_us']:.1f} us of a step (median "
+        f"{own['median_us']:.1f}; {own['steps']} steps); {own['changes']} changes of what runs, us "
+        f"of the first steps {changes or 'unknown'}, of a visit's {visits or 'unknown'}"
+    )
 
 
 def _windows(row: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ TIMED_KEPT = 2000
 OWN_KEPT = 5000
 """Most steps of a shape whose own work is kept, under `auto` and under fixed policies: without
 those of learning, where there are as many later ones."""
+
+RULES = ("auto", "fixed")
+SWITCH_STEPS = 6
+"""Steps after a change of what runs that are told of: one more than a visit has."""
 
 RIVALS = 2
 CHOOSING_ROUNDS = 5
@@ -293,20 +298,52 @@ def opened_in(
     return opened
 
 
+class Switches:
+    """What a change of what runs takes: of the first steps after one, the time from launch to
+    launch. Under ``fixed`` policies the automatic rule has no part in it.
+    """
+
+    def __init__(self) -> None:
+        self._policy: Any = None
+        self._launches: list[int] = []  # since the newest change
+        self._each: dict[str, list[list[int]]] = {name: [] for name in RULES}
+
+    def launched(self, rule: str, policy: Any, now: int) -> None:
+        """A step of ``policy`` begins at ``now`` (ns)."""
+        if len(self._launches) <= SWITCH_STEPS:
+            self._launches.append(now)
+        if policy is not self._policy and policy != self._policy:
+            self._policy, self._launches = policy, [now]
+            self._each[rule].append(self._launches)
+
+    def about(self, rule: str) -> dict[str, Any]:
+        """Since it was asked last, ``changes``: how many; ``visit_us``: medians of the first step,
+        of the second ... where there were five of them, as in a visit; ``change_us``: where there
+        were more."""
+        each, self._each[rule] = self._each[rule], []
+        took = [[later - at for at, later in pairwise(launches)] for launches in each]
+
+        def medians(steps: int) -> list[float]:
+            columns = zip(*(some for some in took if len(some) == steps), strict=True)
+            return [statistics.median(column) / 1e3 for column in columns]
+
+        visits, changes = medians(SWITCH_STEPS - 1), medians(SWITCH_STEPS)
+        return {"changes": len(each), "visit_us": visits, "change_us": changes}
+
+
 class OwnWork:
     """Wall time of the loop's thread in a chooser, of each step: the choice, the copy of the walks
     that are to be counted, and their counting, which falls into a later step.
 
     `about`: by ``auto`` and ``fixed`` (the rule in force at the step) microseconds of a step, mean
-    and median, and of how many steps, the newest `OWN_KEPT` at most.
+    and median, and of how many steps, the newest `OWN_KEPT` at most; and `Switches`.
     """
 
     def __init__(self, chooser: Any) -> None:
         from overstory.workers import tree_policy
 
-        self._ns: dict[str, deque[int]] = {
-            name: deque([0], maxlen=OWN_KEPT) for name in ("auto", "fixed")
-        }
+        self._ns: dict[str, deque[int]] = {name: deque([0], maxlen=OWN_KEPT) for name in RULES}
+        self._switches = Switches()
         self._at_hand = self._ns["fixed"]
         given_next, given_outcome = chooser.next, chooser.outcome
 
@@ -314,9 +351,10 @@ class OwnWork:
             begun = time.perf_counter_ns()
             given = given_next(batch)
             spent = time.perf_counter_ns() - begun
-            automatic = isinstance(tree_policy.current(), tree_policy.AutoPolicy)
-            self._at_hand = self._ns["auto" if automatic else "fixed"]
+            rule = RULES[isinstance(tree_policy.current(), tree_policy.TreePolicy)]
+            self._at_hand = self._ns[rule]
             self._at_hand.append(spent)
+            self._switches.launched(rule, given[0], begun)
             return given
 
         def outcome(*given: Any) -> Any:
@@ -337,16 +375,17 @@ class OwnWork:
 
         return judge
 
-    def about(self) -> dict[str, dict[str, float]]:
+    def about(self) -> dict[str, dict[str, Any]]:
         """See above; of the steps since it was asked last."""
-        told = {}
+        told: dict[str, dict[str, Any]] = {}
         for name, every in self._ns.items():
             us = [ns / 1e3 for ns in every if ns]
             every.clear()
             every.append(0)  # a walk may be counted before the next step is launched
             if us:
                 mean, middle = statistics.fmean(us), statistics.median(us)
-                told[name] = {"mean_us": mean, "median_us": middle, "steps": len(us)}
+                own = {"mean_us": mean, "median_us": middle, "steps": len(us)}
+                told[name] = own | self._switches.about(name)
         return told
 
 

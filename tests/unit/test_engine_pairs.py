@@ -299,9 +299,9 @@ class Chosen:
     def __init__(self, clock: list[int]) -> None:
         self._clock, self.judged = clock, 0
 
-    def next(self, _batch: Any) -> str:
+    def next(self, batch: Any) -> tuple[str, str]:
         self._clock[0] += 10_000
-        return "what"
+        return batch, "told"
 
     def outcome(self, counted: bool) -> Any:
         self._clock[0] += 2_000
@@ -323,20 +323,42 @@ def test_the_choosers_own_work_is_told_by_what_rules(monkeypatch: pytest.MonkeyP
         found: list[Any] = []
         for number, rule in enumerate(("auto", "auto", "auto", "chain")):
             tree_policy.HOLDER.set_current(tree_policy.parse_policy(rule))
-            assert chooser.next(None) == "what"
+            assert chooser.next("tree-15") == ("tree-15", "told")
             found.append(chooser.outcome(number == 0))
             clock[0] += 1_000_000  # what else a step takes
             if number == 1:
                 found[0].judge([True, False])
         assert chooser.judged == 2
         told = own.about()
-        assert told["auto"] == {
-            "mean_us": pytest.approx((12 + 62 + 12) / 3),
-            "median_us": 12.0,
-            "steps": 3,
-        }
-        assert told["fixed"] == {"mean_us": 12.0, "median_us": 12.0, "steps": 1}
-        assert own.about() == {}, "a shape's own"
+    auto = {"mean_us": pytest.approx((12 + 62 + 12) / 3), "median_us": 12.0, "steps": 3}
+    assert told["auto"] == auto | {"changes": 1, "change_us": [], "visit_us": []}
+    fixed = {"mean_us": 12.0, "median_us": 12.0, "steps": 1}
+    assert told["fixed"] == fixed | {"changes": 0, "change_us": [], "visit_us": []}
+    assert own.about() == {}, "a shape's own"
+
+
+def test_the_first_steps_after_a_change_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A visit of five steps, then what ran before; a fixed policy that runs what the rule did is no
+    change."""
+    clock = [0]
+    monkeypatch.setattr("engine_pairs.time.perf_counter_ns", lambda: clock[0])
+    chooser = Chosen(clock)
+    own, took = OwnWork(chooser), {"chain": 1_000_000, "tree-31": 2_000_000}
+    with automatic_policy():
+        rules = ["auto"] * 30 + ["chain"] * 10 + ["tree-31"] * 10
+        for number, rule in enumerate(rules):
+            tree_policy.HOLDER.set_current(tree_policy.parse_policy(rule))
+            tried = rule == "auto" and 10 <= number < 15
+            policy = "tree-31" if tried or rule == "tree-31" else "chain"
+            first = 500_000 * (number in (0, 10, 15, 40))
+            chooser.next(policy)
+            clock[0] += took[policy] - 10_000 + first
+    told = own.about()
+    assert told["auto"]["changes"] == 3, "the first step of all, and to and from the visit"
+    assert told["auto"]["change_us"] == [1500, 1000, 1000, 1000, 1000, 1000]
+    assert told["auto"]["visit_us"] == [2500, 2000, 2000, 2000, 2000]
+    assert told["fixed"]["changes"] == 1
+    assert told["fixed"]["change_us"] == [2500, 2000, 2000, 2000, 2000, 2000]
 
 
 def test_stages_of_the_steps_between_two_snapshots() -> None:
