@@ -178,9 +178,9 @@ def give(
 def kind_of(tp_size: int) -> type[EngineHarness]:
     """The harness of so many ranks."""
     from harness import EngineHarness
-    from tp2_harness import Tp2Harness
+    from tp2_harness import Tp2Harness, Tp4Harness
 
-    return Tp2Harness if tp_size == 2 else EngineHarness
+    return {1: EngineHarness, 2: Tp2Harness, 4: Tp4Harness}[tp_size]
 
 
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.full)])
@@ -214,9 +214,13 @@ def replica(
 
 @pytest.fixture
 def here(
-    engine: Engine, engine_tp2: Engine, tp_size: int, arguments: dict[str, Any]
+    engine: Engine,
+    engine_tp2: Engine,
+    engine_tp4: Engine,
+    tp_size: int,
+    arguments: dict[str, Any],
 ) -> EngineHarness:
-    harness = (engine if tp_size == 1 else engine_tp2)(**arguments)
+    harness = {1: engine, 2: engine_tp2, 4: engine_tp4}[tp_size](**arguments)
     harness.flush_cache()
     return harness
 
@@ -224,9 +228,15 @@ def here(
 Replica = Callable[[], OtherReplica]
 AT_TP_2_TOO = pytest.mark.parametrize("tp_size", [1, 2], indirect=True, scope="module")
 """In every run, not only in those of all tests."""
+AT_TP_4_TOO = pytest.mark.parametrize(
+    "tp_size",
+    [1, 2, pytest.param(4, marks=pytest.mark.full)],
+    indirect=True,
+    scope="module",
+)
 
 
-@AT_TP_2_TOO
+@AT_TP_4_TOO
 def test_what_moves_is_found_in_the_cache(here: EngineHarness, replica: Replica) -> None:
     """Two that begin alike and one of its own, in parts of some rows each."""
     there = replica()
