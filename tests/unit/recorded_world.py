@@ -11,8 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
 
-from overstory.workers.policy.choice import Decision, Shape
-from overstory.workers.policy.chooser import OBSERVED, OBSERVED_STEPS, StepChooser, _Auto
+from overstory.workers.policy.choice import PROBE_RUN, Decision, Shape
+from overstory.workers.policy.chooser import (
+    OBSERVED,
+    OBSERVED_EVERY_NS,
+    OBSERVED_STEPS,
+    StepChooser,
+    _Auto,
+)
 from overstory.workers.policy.cost_table import CostTable
 from overstory.workers.policy.evidence import Walk
 from overstory.workers.policy.options import CHAIN, FIRST_TREE, PLAIN, Options
@@ -157,6 +163,7 @@ class Rule:
         self._chooser = StepChooser(options, alone, host_waits=False)
         self._chooser.start(table, 0.05)
         self._steps, self._last = 0, (PLAIN, 0)
+        self._now = self._counted = 0.0
 
     def next(self, shape: Shape) -> Decision:
         """Of a step that begins."""
@@ -164,17 +171,39 @@ class Rule:
         return self._chooser._decide(self._auto, AutoPolicy(), shape)
 
     def ran(
-        self, decision: Decision, shape: Shape, took_us: float, walk: Callable[[], Walk]
+        self,
+        decision: Decision,
+        shape: Shape,
+        took_us: float,
+        walk: Callable[[], Walk],
+        device_us: float | None = None,
     ) -> None:
-        """That step is over; ``walk`` draws what became of one request's draft, where it counts."""
+        """That step is over; ``walk`` draws what became of one request's draft, where it counts;
+        ``device_us`` is what the step's work took on the device, where that is read."""
         steering, option = self._auto.steering, decision.option
         assert steering is not None
         if self._last == (option, shape.batch):
             steering.observe_period(option, shape, round(took_us))
         self._last = option, shape.batch
-        if option != PLAIN and (decision.why == "unknown" or self._steps % OBSERVED_STEPS == 1):
-            for _ in range(min(shape.batch, OBSERVED)):
-                steering.observe(int(shape.sampled), walk())
+        self._now += took_us
+        if option == PLAIN or not self._to_be_counted(decision):
+            return
+        for _ in range(min(shape.batch, OBSERVED)):
+            steering.observe(int(shape.sampled), walk())
+        if device_us is not None:
+            steering.observe_device(option, shape, round(device_us))
+
+    def _to_be_counted(self, decision: Decision) -> bool:
+        """As `StepChooser._to_be_counted`, by this world's clock."""
+        if decision.why == "unknown":
+            return True
+        if decision.why == "probe":
+            return self._auto.since in (0, PROBE_RUN - 1)
+        late = self._now - self._counted >= OBSERVED_EVERY_NS / 1000
+        if self._steps % OBSERVED_STEPS == 1 and late:
+            self._counted = self._now
+            return True
+        return False
 
     @property
     def _auto(self) -> _Auto:

@@ -24,6 +24,7 @@ from overstory.workers.policy.chooser import (
     OBSERVED,
     StepChooser,
     StepOutcome,
+    Told,
     Walks,
     shape_of,
     spare_opted_out,
@@ -258,7 +259,7 @@ def test_some_requests_of_a_large_batch_are_observed() -> None:
     parents, ranks, size, path = [-1, 0, 1], [-1, 0, 0], 3, [0, 1, -1]
     every = (torch.tensor([part] * bs) for part in (parents, ranks, size, path))
     work: list[int] = []
-    outcome = StepOutcome(steering, lambda: work.append(1), kinds, False, Walks(*every))
+    outcome = StepOutcome(steering, lambda: work.append(1), kinds, False, Told(Walks(*every), None))
     outcome.judge([True] * bs)
     assert steering.report()["greedy"]["seen"] == OBSERVED
     assert work, "the step at hand is not timed"

@@ -301,7 +301,7 @@ class StepGraphs:
             drafter = _Forward(worker.draft_model_runner.decode_cuda_graph_runner, bs)
 
         def step() -> _Raw:
-            times = torch.empty(2 * worker.timed, 1, dtype=torch.int64, device=worker.device)
+            times = torch.empty(2 * worker.clocked, 1, dtype=torch.int64, device=worker.device)
             for begun in times[:1]:
                 device_time(begun)
             lengths, pool, roots = (row[:bs] for row in self._inputs.ids)

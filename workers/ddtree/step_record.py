@@ -22,13 +22,18 @@ if TYPE_CHECKING:
 
 
 DEVICE_TIMES_ENV = "OVERSTORY_DEVICE_TIMES"
-"""1 has steps on an accelerator read its clock at both ends, for `idle_ns`; steps on a CPU always
-do. Off unless asked for: the captured step with it has not run on a GPU."""
+"""1 has all steps on an accelerator read its clock at both ends, and counts it for `idle_ns`; steps
+on a CPU always do. Else captured steps read it, for the automatic policy alone; 0: none do."""
 
 
 def times_steps(device: str) -> bool:
-    """Whether steps on ``device`` read its clock."""
+    """Whether steps on ``device`` read its clock, and are counted by it."""
     return device == "cpu" or os.environ.get(DEVICE_TIMES_ENV) == "1"
+
+
+def clocks_captured_steps(device: str) -> bool:
+    """Whether captured steps on ``device`` read its clock: two launches of one thread more."""
+    return times_steps(device) or os.environ.get(DEVICE_TIMES_ENV) != "0"
 
 
 class StageClock:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -156,19 +157,29 @@ class Walks(NamedTuple):
         return Walk(parents, ranks, path, size, chain)
 
 
+class Told(NamedTuple):
+    """What a captured step brings to the host anyway: ``walks``, and the device's clock at both of
+    its ends, ``times`` [2] int64 in nanoseconds; None if it was not read."""
+
+    walks: Walks
+    times: torch.Tensor | None
+
+
 @dataclass
 class StepOutcome:
     """A step's trees and walks on their way to the host, for rank 0's evidence.
 
-    ``working`` is called before its walks are counted.
+    ``working`` is called before its walks are counted; ``timed`` with the microseconds of its work
+    on the device, if ``told`` has them.
     """
 
     steering: Steering
     working: Callable[[], None]
     kinds: list[int | None]
     chain: bool
-    told: Walks
+    told: Told
     turn: int = 0
+    timed: Callable[[int], None] | None = None
 
     def judge(self, running: list[bool]) -> None:
         """Counts what became of the drafts of requests that were ``running``.
@@ -181,9 +192,12 @@ class StepOutcome:
             from_here = counted[self.turn % len(counted) :] + counted
             counted = [from_here[i * len(counted) // OBSERVED] for i in range(OBSERVED)]
         for b in counted:
-            walk, kind = self.told.of(b, self.chain), self.kinds[b]
+            walk, kind = self.told.walks.of(b, self.chain), self.kinds[b]
             if kind is not None and walk is not None:
                 self.steering.observe(kind, walk)
+        if self.timed is not None and self.told.times is not None:
+            begun, ended = self.told.times.tolist()
+            self.timed(max(1, (ended - begun) // 1000))
 
 
 class _Choice(NamedTuple):
@@ -396,7 +410,7 @@ class StepChooser:
         policy: TreePolicy,
         tree: Tree,
         accepted: Accepted,
-        told: Walks | None = None,
+        told: Told | None = None,
     ) -> StepOutcome | None:
         """The step's trees for `PendingSteps`, where they are to be counted: of some steps that the
         automatic rule chose, and of all until it knows the requests' kind.
@@ -413,7 +427,7 @@ class StepChooser:
         kinds = [kind if drafting else None for drafting, kind in map(kind_of, batch.reqs)]
         if told is None:
             self._note_work()
-            told = Walks.copied(tree, accepted)
+            told = Told(Walks.copied(tree, accepted), None)
         return StepOutcome(
             auto.steering,
             self._note_work,
@@ -421,7 +435,15 @@ class StepChooser:
             policy.mode == "chain",
             told,
             self._turn,
+            self._timed(auto.steering, len(batch.reqs)),
         )
+
+    def _timed(self, steering: Steering, count: int) -> Callable[[int], None] | None:
+        """Takes what the step at hand, of ``count`` requests, takes on its device."""
+        last = self._last
+        if self._host_waits or last is None or last.shape.batch != count:
+            return None
+        return partial(steering.observe_device, last.decision.option, last.shape)
 
     def _to_be_counted(self, auto: _Auto) -> bool:
         why = self._last.decision.why if self._last is not None else ""

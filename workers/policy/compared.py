@@ -53,6 +53,8 @@ class Known(NamedTuple):
 
     log: float
     off: float
+    clocked: bool = False
+    """Whether the device's clock told it, which is not wrong altogether as a table may be."""
 
 
 class _Told(NamedTuple):
@@ -171,9 +173,10 @@ def _weighed(
     others = [option for option in range(len(logs)) if option != base]
     for _ in range(SWEEPS):
         for option in others:
-            at, off = expected[option]
-            far = (logs[option] - at) / off
-            own = weights[option] = (TAILS + 1) / (TAILS + far * far) / off**2
+            at, off, clocked = expected[option]
+            far = 0.0 if clocked else (logs[option] - at) / off
+            tails = 1.0 if clocked else (TAILS + 1) / (TAILS + far * far)
+            own = weights[option] = tails / off**2
             weight, total = own, own * at
             for other, told in near[option]:
                 weight += told.weight

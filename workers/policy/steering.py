@@ -135,6 +135,12 @@ class Steering:
             costs = self._table.costs(shape.batch, shape.context, shape.sampled, shape.launch)
             self._periods.add(place_of(self._table, shape), option, costs, took_us)
 
+    def observe_device(self, option: int, shape: Shape, took_us: int) -> None:
+        """The work of a step took the device so long, whatever the host did meanwhile."""
+        with self._lock:
+            costs = self._table.costs(shape.batch, shape.context, shape.sampled, shape.launch)
+            self._periods.add_device(place_of(self._table, shape), option, costs, took_us)
+
     def observe_step(self, option: int, expected_us: int, took_us: int) -> None:
         """A step took so long where the table says `expected_us`."""
         with self._lock:
@@ -300,12 +306,13 @@ class Steering:
 
     def _told_beliefs(self) -> dict[str, Any] | None:
         """Of the last batch that was judged: its size, by option the tokens of a step, the
-        microseconds, by which share these may well be off and how often they were compared; the
+        microseconds, those of its work on the device by its clock (None where it was not read), by
+        which share a step's may well be off and how often they were compared; the
         share by which one comparison is off."""
         if self._judged is None:
             return None
         batch, place, every = self._judged
-        counts = self._periods.compared(place)
+        counts, device = self._periods.compared(place), self._periods.device_us(place)
         return {
             "batch": batch,
             "noise": round(self._periods.noise(), 4),
@@ -313,6 +320,7 @@ class Steering:
                 name: {
                     "tokens": round(rate.tokens / ONE, 3),
                     "us": rate.cost_us,
+                    "device_us": round(device[option]) if option in device else None,
                     "off": round(self._periods.off(place, option), 4),
                     "compared": counts.get(option, 0),
                 }

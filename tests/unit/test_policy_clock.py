@@ -1,0 +1,80 @@
+"""What the device's clock says of options that the host runs ahead of: `policy/periods.py`."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+
+from overstory.workers.policy.periods import DEVICE_LEAST, RAN_LEAST, Periods, longer_by
+
+COSTS = [400, 600, 700, 800]
+"""Of plain, a chain and two trees, by the table."""
+
+
+def told(device: Sequence[int], ran: Sequence[tuple[int, int]]) -> Periods:
+    """After steps of (option, microseconds), one after the other, and what the clock said."""
+    periods = Periods([COSTS, COSTS], 1)
+    for option, took in ran:
+        periods.add(0, option, COSTS, took)
+    for option, took in enumerate(device):
+        for _ in range(DEVICE_LEAST):
+            periods.add_device(0, option, COSTS, took)
+    return periods
+
+
+def relative(periods: Periods) -> list[float]:
+    """What options take, of the chain."""
+    rows = periods.overheads()
+    assert rows is not None
+    took = [cost + more for cost, more in zip(COSTS, rows[0], strict=True)]
+    return [us / took[1] for us in took]
+
+
+def test_what_a_step_would_have_taken_in_the_place_of_another() -> None:
+    paced_by_the_device, by_the_host = [500.0] * 4, [1000.0] * 4
+    assert longer_by(paced_by_the_device, 500, 600) == pytest.approx(math.log(1.2))
+    assert longer_by(by_the_host, 500, 600) == 0.0
+    half = [500.0, 1000.0]
+    assert longer_by(half, 500, 600) == pytest.approx(math.log(1600 / 1500))
+    assert longer_by(half, 500, 400) == pytest.approx(math.log(1400 / 1500)), "at the host's pace"
+    assert longer_by([5.0], 1000, 10) < 0, "a clock that says nonsense breaks nothing"
+
+
+def test_the_clock_says_what_lies_between_options() -> None:
+    """The table has a tree a sixth dearer than the chain; on the device it is a third."""
+    chain = [(1, 450)] * RAN_LEAST
+    periods = told([300, 450, 600, 450], chain)
+    _, _, tree, large = relative(periods)
+    assert tree == pytest.approx(600 / 450, rel=0.01)
+    assert large == pytest.approx(1.0, rel=0.01), "as much as the chain, whatever the table says"
+    hidden = relative(told([300, 450, 600, 450], [(1, 900)] * RAN_LEAST))
+    assert hidden[2] == pytest.approx(1.0, rel=0.01), "the host takes longer than either"
+
+
+def test_the_table_counts_until_the_clock_is_known() -> None:
+    few = told([300, 450, 600, 450], [(1, 600)] * (RAN_LEAST - 1))
+    assert relative(few)[2] == pytest.approx(1.0, abs=0.2)
+    assert relative(few)[2] > 1.1
+    periods = Periods([COSTS, COSTS], 1)
+    for _ in range(RAN_LEAST):
+        periods.add(0, 1, COSTS, 600)
+    for option in (1, 2):
+        for _ in range(DEVICE_LEAST - 1):
+            periods.add_device(0, option, COSTS, 450)
+    assert relative(periods)[2] > 1.1, "one reading is none"
+
+
+def test_a_smaller_option_is_known_by_its_own_steps() -> None:
+    """What the host needs shows where the device needs less: of the chain's steps, half as long as
+    a tree's, half are the host's."""
+    steps = [(3, 800)] * RAN_LEAST + [(1, 450), (1, 700)] * RAN_LEAST
+    periods = told([300, 450, 600, 800], steps)
+    took = relative(periods)
+    assert took[3] == pytest.approx(800 / 575, rel=0.01)
+
+
+def test_no_comparison_outvotes_the_clock() -> None:
+    """A machine that is disturbed had a tree look twice as dear in the only visit there was."""
+    ran = [(1, 450)] * RAN_LEAST + [(2, 900)] * 4 + [(1, 450)] * 6
+    assert relative(told([300, 450, 460, 480], ran))[2] == pytest.approx(460 / 450, rel=0.05)
+    assert relative(told([], ran))[2] > 1.2, "by the table alone it counts"
