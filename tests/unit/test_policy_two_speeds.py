@@ -21,6 +21,9 @@ HOST_US = {1: 560, 8: 740}
 SLOW = 2.0
 """A step of one request took now 570 us and now 1150, with nothing else on the host's cores."""
 
+BETWEEN_US = 60
+"""What the device does between the work of two steps."""
+
 STRETCH_US = (3e3, 40.0)
 """Shortest stretch of one speed, and the longest in times of it."""
 
@@ -91,7 +94,7 @@ class TwoSpeeds:
         host = self._host * (SLOW if slow else 1.0) * (1 + abs(dice.gauss(0, 0.08)))
         if dice.random() < 0.05:
             host *= 1 + dice.random()
-        return max(host, self._device[option] * dice.gauss(1.0, 0.005))
+        return max(host, BETWEEN_US + self._device[option] * dice.gauss(1.0, 0.005))
 
 
 @pytest.mark.parametrize("requests", HOST_US)
@@ -101,8 +104,8 @@ def test_auto_reaches_the_goal_beside_a_host_of_two_speeds(
     temperature: float, requests: int, wrong: float
 ) -> None:
     """After two seconds of work, with a table that is right or not. Without the device's clock the
-    rule reached 0.978 to 0.983 of the best option with a table that is off by a tenth, with it
-    0.993 (means of 20 runs)."""
+    rule reached 0.972 to 0.981 of the best option with a table that is off by a tenth, with it
+    0.991 to 0.998 (means of 20 runs)."""
     shares = []
     for seed in range(5):
         world = TwoSpeeds(temperature, requests, seed, wrong=wrong)

@@ -55,7 +55,7 @@ OBSERVED_STEPS = 4
 """The walks of one step of so many are counted. All steps are, until it is known what a kind of
 requests accepts."""
 
-OBSERVED_EVERY_NS = 16_000_000
+OBSERVED_EVERY_NS = 32_000_000
 """Least time between two counted steps where much is known already (`Steering.settled`): one takes
 the host some 0.04 ms (two walks in Python; 0.1 to 0.2 ms where steps run in parts and their trees
 are copied), and that is time of a step."""

@@ -179,8 +179,12 @@ def _weighed(
             own = weights[option] = tails / off**2
             weight, total = own, own * at
             for other, told in near[option]:
-                weight += told.weight
-                total += told.weight * (logs[other] + told.more)
+                said = logs[other] + told.more
+                # Of the two the one that is wrong altogether does not count.
+                far = told.weight * (logs[option] - said) ** 2 if clocked else 0.0
+                counts = told.weight * ((TAILS + 1) / (TAILS + far) if clocked else 1.0)
+                weight += counts
+                total += counts * said
             logs[option] = total / weight
     return [Known(log, off) for log, off in zip(logs, _offs(weights, near, base), strict=True)]
 

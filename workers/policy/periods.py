@@ -11,11 +11,10 @@ as the table says, of which most is taken to be hidden as far as the host adds s
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Mapping, Sequence
-from statistics import fmean, median
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from overstory.workers.policy.clocks import Clocks
 from overstory.workers.policy.compared import Compared, Known
 
 DOUBT = 0.03
@@ -25,29 +24,6 @@ expected: it is not the best one before it was tried."""
 OFF = (0.012, 0.1)
 """How far off (logarithm) the table may well be of two options: at least, and for each logarithm
 that lies between them there, as far as the host does not hide it."""
-
-DEVICE_KEPT = 9
-"""Times of an option's work on the device that count, the newest; they hardly differ."""
-
-DEVICE_LEAST = 2
-"""Fewest of them by which it is known."""
-
-DEVICE_OFF = 0.015
-"""How far off (logarithm) what lies between two options may be where the clock tells it."""
-
-SMALLER_OFF = 0.5
-"""Besides, for each logarithm by which an option is expected to take less: what the host would need
-is not known where the device needs more."""
-
-BOUND = 1.2
-"""Times as long as its work takes the device a step of the host's pace lasts at least."""
-
-RAN_KEPT = 200
-"""Times of an option's steps that are kept at each place: of some fifteen visits, since the steps
-around one are of one stretch of the machine's."""
-
-RAN_LEAST = 12
-"""Fewest of them by which it is known how often the host and how often the device sets the pace."""
 
 HIDDEN = (0.9, 0.15)
 """Share of what the host may hide that is taken to be hidden (on an H200 0.8 to 1 with the built-in
@@ -63,25 +39,6 @@ NOISE_WORTH = 4
 """Comparisons that this is worth beside those that were made."""
 
 LEAST_NOISE = 0.004
-
-
-def longer_by(ran: Sequence[float], base_us: float, option_us: float) -> float:
-    """Logarithm of how much longer steps of an option would have taken in the place of others, in
-    the mean.
-
-    A step takes as long as the host needs or as its work takes the device, whichever is longer.
-
-    Args:
-        ran: microseconds that the others took; their work takes the device ``base_us``, the
-            option's ``option_us``.
-    """
-
-    def one(took: float) -> float:
-        if option_us >= base_us:
-            return max(took, option_us)
-        return took if took > BOUND * base_us else took - (base_us - option_us)
-
-    return math.log(max(1.0, fmean(map(one, ran))) / fmean(ran))
 
 
 class _Place(NamedTuple):
@@ -113,8 +70,7 @@ class Periods:
         self._costs = [list(row) for row in costs]
         self._batches = batches
         self._times = [Compared() for _ in costs]
-        self._device: list[dict[int, deque[float]]] = [{} for _ in costs]
-        self._ran: list[dict[int, deque[float]]] = [{} for _ in costs]
+        self._clocks = [Clocks() for _ in costs]
         self._places: list[_Place | None] = [None] * len(self._costs)
         self._known: list[list[Known]] = [[] for _ in costs]
         self._rows: list[tuple[int, ...]] = [()] * len(self._costs)
@@ -125,19 +81,13 @@ class Periods:
         """A step of ``option`` took so long from launch to launch; ``costs`` by option are the
         table's for its batch."""
         self._times[place].add(option, math.log(took_us / costs[option]))
-        ran = self._ran[place].setdefault(option, deque(maxlen=RAN_KEPT))
-        ran.append(took_us / costs[option])  # contexts change
+        self._clocks[place].add_step(option, costs[option], took_us)
         self._costs[place] = [*costs]
         self._changed.add(place)
 
     def add_device(self, place: int, option: int, costs: Sequence[int], took_us: int) -> None:
-        """The work of a step of ``option`` took the device so long; ``costs`` as for `add`.
-
-        It says what lies between two options, which a machine that is disturbed does not change: of
-        what the host does it says nothing.
-        """
-        kept = self._device[place].setdefault(option, deque(maxlen=DEVICE_KEPT))
-        kept.append(math.log(took_us / costs[option]))
+        """The work of a step of ``option`` took the device so long; ``costs`` as for `add`."""
+        self._clocks[place].add_work(option, costs[option], took_us)
         if self._places[place] is not None:
             self._changed.add(place)
 
@@ -192,19 +142,20 @@ class Periods:
     def _expected(self, place: int, base: int, level: float) -> list[Known]:
         """Of each option before any comparison, where ``base`` takes ``level``.
 
-        As much more as the device's clock says of both, or else the table, less what the host may
-        well hide of it. Where ``base`` takes less than the table says, so do the others, by the
+        As much more as the device's clock says (`clocks.py`); or else the table, less what the host
+        may well hide of it. Where ``base`` takes less than the table says, so do the others, by the
         same factor: less by as many microseconds, a short one would be left with none.
         """
-        costs, device = self._costs[place], self.device_us(place)
+        costs = self._costs[place]
         took = costs[base] * math.exp(level)
+        clocked = self._clocks[place].relative_to(base, costs)
         found = []
         for option, cost in enumerate(costs):
-            if base in device and option in device:
-                more = self._clocked(place, base, option, device)
-                if more is not None:
-                    found.append(Known(math.log(took / cost) + more.log, more.off, True))
-                    continue
+            if option in clocked:
+                log, off, _ = clocked[option]
+                off = 0.0 if option == base else off
+                found.append(Known(math.log(took / cost) + log, off, True))
+                continue
             apart, added = cost - costs[base], took - costs[base]
             hidden = min(max(added, 0.0), abs(apart))
             if added < 0:
@@ -217,36 +168,14 @@ class Periods:
             found.append(Known(math.log(expected / cost), 0.0 if option == base else off))
         return found
 
-    def _clocked(
-        self, place: int, base: int, option: int, device: Mapping[int, float]
-    ) -> Known | None:
-        """By what ``option`` takes longer than ``base`` (logarithm), as steps of the one say that
-        the ``device`` [us] needs less for; None where they are too few."""
-        if option == base:
-            return Known(0.0, 0.0)
-        if device[option] >= device[base]:
-            ran = self._steps_us(place, base)
-            return Known(longer_by(ran, device[base], device[option]), DEVICE_OFF) if ran else None
-        if ran := self._steps_us(place, option):
-            return Known(-longer_by(ran, device[option], device[base]), DEVICE_OFF)
-        if ran := self._steps_us(place, base):
-            log = longer_by(ran, device[base], device[option])
-            return Known(log, DEVICE_OFF - SMALLER_OFF * log)
-        return None
-
-    def _steps_us(self, place: int, option: int) -> list[float]:
-        """What steps of an option took; none where they are too few."""
-        ran, cost = self._ran[place].get(option, ()), self._costs[place][option]
-        return [cost * share for share in ran] if len(ran) >= RAN_LEAST else []
-
     def device_us(self, place: int) -> dict[int, float]:
         """By option, what its work takes the device there, where that is known."""
-        costs = self._costs[place]
-        return {
-            option: costs[option] * math.exp(median(kept))
-            for option, kept in self._device[place].items()
-            if len(kept) >= DEVICE_LEAST
-        }
+        return self._clocks[place].work_us(self._costs[place])
+
+    def clocked(self, place: int, option: int) -> bool:
+        """Whether the device's clock tells what an option takes there."""
+        here = self._places[place]
+        return here is not None and here.expected[option].clocked
 
     def _row(self, place: int) -> tuple[int, ...]:
         here, costs = self._places[place], self._costs[place]

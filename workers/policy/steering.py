@@ -251,7 +251,11 @@ class Steering:
                 PROBE_RUN * slower,
                 known[best] and known[option],
                 work,
-                self._periods.off(place, option),
+                # What is smaller than what runs gives as many tokens as the walks of that say, and
+                # takes as long as the clock says: a visit tells little.
+                0.0
+                if option < best and self._periods.clocked(place, option)
+                else self._periods.off(place, option),
             )
         self._quiet = self._visits.look(place, best, prices)
         # A best option that is new has no steps yet that a visit could be compared to.
