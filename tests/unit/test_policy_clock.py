@@ -94,3 +94,16 @@ def test_what_the_host_adds_is_not_taken_for_it() -> None:
     """Two requests: all steps take the host 0.7 ms, whatever the device does in 0.52 to 0.6."""
     periods = told([300, 524, 556, 592], [(1, 700), (1, 730)] * STEPS_LEAST)
     assert relative(periods)[2:] == pytest.approx([1.0, 1.0], abs=0.01)
+
+
+def test_a_place_whose_steps_were_never_timed() -> None:
+    """Its work is read with the walks, its steps only beside a visit: it is like another place."""
+    periods = Periods([COSTS, COSTS], 1)
+    for _ in range(STEPS_LEAST):
+        periods.add(0, 1, COSTS, 600)
+    for _ in range(WORK_LEAST):
+        periods.add_device(1, 1, COSTS, 450)
+    for _ in range(2):
+        rows = periods.overheads()
+    assert rows is not None
+    assert rows[1] == rows[0]

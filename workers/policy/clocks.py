@@ -130,10 +130,10 @@ class Clocks:
         visits', with the rule's own work and where batches change.
         """
         work = self.work_us(costs)
-        runs = mode(self._newest) if self._newest else base
-        if base not in work or runs not in work:
+        if base not in work or not self._newest:  # also where no step was timed yet
             return {}
-        ran = self._steps[runs].us(costs[runs], work[runs])
+        runs = mode(self._newest)
+        ran = self._steps[runs].us(costs[runs], work[runs]) if runs in work else None
         if ran is None:
             return {}
         between = min(max(0.0, _least(ran - work[runs])), BETWEEN_MOST_US)
