@@ -11,6 +11,7 @@ together, and what is expected without them is weighed by how sure each is.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -171,22 +172,27 @@ def _weighed(
     logs[base] = level
     weights = [0.0] * len(logs)
     others = [option for option in range(len(logs)) if option != base]
+    counted = [*near]  # of each its comparisons, as far as they count
     for _ in range(SWEEPS):
         for option in others:
             at, off, clocked = expected[option]
-            far = 0.0 if clocked else (logs[option] - at) / off
-            tails = 1.0 if clocked else (TAILS + 1) / (TAILS + far * far)
-            own = weights[option] = tails / off**2
+            own = (1.0 if clocked else _counts((logs[option] - at) / off)) / off**2
             weight, total = own, own * at
+            weights[option], counted[option] = own, []
             for other, told in near[option]:
-                said = logs[other] + told.more
-                # Of the two the one that is wrong altogether does not count.
-                far = told.weight * (logs[option] - said) ** 2 if clocked else 0.0
-                counts = told.weight * ((TAILS + 1) / (TAILS + far) if clocked else 1.0)
+                said, counts = logs[other] + told.more, told.weight
+                if clocked:  # of the two the one that is wrong altogether does not count
+                    counts *= _counts((logs[option] - said) * math.sqrt(counts))
+                counted[option].append((other, _Told(told.more, counts)))
                 weight += counts
                 total += counts * said
             logs[option] = total / weight
-    return [Known(log, off) for log, off in zip(logs, _offs(weights, near, base), strict=True)]
+    return [Known(log, off) for log, off in zip(logs, _offs(weights, counted, base), strict=True)]
+
+
+def _counts(far: float) -> float:
+    """How much something counts that is ``far`` off, in times what it may well be off by."""
+    return (TAILS + 1) / (TAILS + far * far)
 
 
 def _offs(

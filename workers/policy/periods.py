@@ -46,15 +46,23 @@ class _Place(NamedTuple):
 
     Attributes:
         base: the option that others are relative to.
-        expected: by option, without any comparison.
+        tabled: by option, by the table alone.
+        expected: by option, without any comparison: by the device's clock, else `tabled`.
         alone: by option, by the comparisons made here.
         counts: by option, comparisons that it was in.
     """
 
     base: int
+    tabled: list[Known]
     expected: list[Known]
     alone: list[Known]
     counts: dict[int, int]
+
+    @property
+    def told(self) -> set[int]:
+        """Options of which more is known than the table."""
+        clocked = {option for option, known in enumerate(self.expected) if known.clocked}
+        return {self.base, *self.counts, *clocked}
 
 
 class Periods:
@@ -135,28 +143,24 @@ class Periods:
         """Takes over what was timed at a place."""
         times = self._times[place]
         base, level = times.base
-        expected = self._expected(place, base, level)
+        tabled = self._tabled(place, base, level)
+        expected = self._clocked(place, base, tabled)
         alone = times.known(expected, self.noise())
-        self._places[place] = _Place(base, expected, alone, times.counts())
+        self._places[place] = _Place(base, tabled, expected, alone, times.counts())
 
-    def _expected(self, place: int, base: int, level: float) -> list[Known]:
+    def _tabled(self, place: int, base: int, level: float) -> list[Known]:
         """Of each option before any comparison, where ``base`` takes ``level``.
 
-        As much more as the device's clock says (`clocks.py`); or else the table, less what the host
-        may well hide of it. Where ``base`` takes less than the table says, so do the others, by the
-        same factor: less by as many microseconds, a short one would be left with none.
+        As much more as the table says, less what the host may well hide of it. Where ``base`` takes
+        less than the table says, so do the others, by the same factor: less by as many
+        microseconds, a short one would be left with none.
         """
         costs = self._costs[place]
         took = costs[base] * math.exp(level)
-        clocked = self._clocks[place].relative_to(base, costs)
+        added = took - costs[base]
         found = []
         for option, cost in enumerate(costs):
-            if option in clocked:
-                log, off, _ = clocked[option]
-                off = 0.0 if option == base else off
-                found.append(Known(math.log(took / cost) + log, off, True))
-                continue
-            apart, added = cost - costs[base], took - costs[base]
+            apart = cost - costs[base]
             hidden = min(max(added, 0.0), abs(apart))
             if added < 0:
                 expected = cost * math.exp(level)
@@ -167,6 +171,15 @@ class Periods:
             off += HIDDEN[1] * hidden / expected
             found.append(Known(math.log(expected / cost), 0.0 if option == base else off))
         return found
+
+    def _clocked(self, place: int, base: int, tabled: Sequence[Known]) -> list[Known]:
+        """As the device's clock says (`clocks.py`), else ``tabled``."""
+        costs = self._costs[place]
+        known = list(tabled)
+        for option, (log, off, _) in self._clocks[place].relative_to(base, costs).items():
+            more = tabled[base].log + math.log(costs[base] / costs[option]) + log
+            known[option] = Known(more, 0.0 if option == base else off, True)
+        return known
 
     def device_us(self, place: int) -> dict[int, float]:
         """By option, what its work takes the device there, where that is known."""
@@ -186,28 +199,28 @@ class Periods:
             base = other.base
             added = self._costs[source][base] * (math.exp(other.alone[base].log) - 1)
             least = math.log(1 + added / costs[base]) if added > 0 else other.alone[base].log
-            here = _Place(base, self._expected(place, base, least), [], {})
+            tabled = self._tabled(place, base, least)
+            here = _Place(base, tabled, self._clocked(place, base, tabled), [], {})
         alike = other if self._launch(source) == self._launch(place) else None
         known = self._known[place] = self._together(place, here, alike)
-        told = {*here.counts, here.base, *(alike.counts if alike is not None else ())}
-        told.update(self.device_us(place))
+        told = here.told if alike is None else here.told | alike.told
         return tuple(
             round(cost * (math.exp(log + (0 if option in told else DOUBT)) - 1))
             for option, (cost, (log, *_)) in enumerate(zip(costs, known, strict=True))
         )
 
     def _together(self, place: int, here: _Place, other: _Place | None) -> list[Known]:
-        """What the comparisons at a place say, and those of ``other``, which is like it: by what
-        they differ from what was expected there."""
-        if other is None or not other.counts:
+        """What is known of a place, and of ``other``, which is like it: by what its table was off
+        by."""
+        told = other.told if other is not None else set()
+        if other is None or told == {other.base}:
             return here.alone or here.expected
         shifts = [
-            known.log - expected.log
-            for known, expected in zip(other.alone, other.expected, strict=True)
+            known.log - tabled.log for known, tabled in zip(other.alone, other.tabled, strict=True)
         ]
         expected = []
         for option, (log, off, clocked) in enumerate(here.expected):
-            if clocked or option == here.base or option not in other.counts:
+            if clocked or option == here.base or option not in told:
                 expected.append(Known(log, off, clocked))
                 continue
             apart = math.hypot(other.alone[option].off, other.alone[here.base].off)
