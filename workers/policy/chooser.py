@@ -197,7 +197,8 @@ class StepOutcome:
                 self.steering.observe(kind, walk)
         if self.timed is not None and self.told.times is not None:
             begun, ended = self.told.times.tolist()
-            self.timed(max(1, (ended - begun) // 1000))
+            if ended - begun >= 1000:  # a clock that stands still says nothing
+                self.timed((ended - begun) // 1000)
 
 
 class _Choice(NamedTuple):
