@@ -2,8 +2,8 @@
 
 `slice_auto.AutoBench` itself, its points in their order, on an engine whose host runs ahead of the
 device and counts walks as a worker does. The runs at be0b148 and 9b923f7 are met to the step in
-this way. The slice reads no device's clock (`AutoBench` leaves what a step brings to the host); an
-engine does, so each is played with it too.
+this way. The slice reads no device's clock (`AutoBench` leaves what a step brings to the host), nor
+do steps of several ranks; an engine of one rank does, so each is played with it too.
 """
 
 from __future__ import annotations
