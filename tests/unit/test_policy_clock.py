@@ -6,7 +6,17 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from overstory.workers.policy.clocks import OFF, STEPS_LEAST, WORK_LEAST, longer_by
+from overstory.workers.policy.clocks import (
+    BOUND,
+    OFF,
+    SMALLER_OFF,
+    STEPS_KEPT,
+    STEPS_LEAST,
+    WORK_KEPT,
+    WORK_LEAST,
+    Clocks,
+    longer_by,
+)
 from overstory.workers.policy.periods import Periods
 
 COSTS = [400, 600, 700, 800]
@@ -127,3 +137,76 @@ def test_it_may_be_off_by_as_much_as_the_clock_where_no_comparison_counts() -> N
     periods = told([300, 560, 570, 780], visits)
     assert relative(periods)[2] == pytest.approx(1.0167, abs=0.02)
     assert periods.off(0, 2) == pytest.approx(OFF, rel=0.1)
+
+
+def clocks(work: Sequence[int], ran: Sequence[tuple[int, int]], costs: Sequence[int]) -> Clocks:
+    """As `told`, of one place alone."""
+    known = Clocks()
+    for option, took in ran:
+        known.add_step(option, costs[option], took)
+    for option, took in enumerate(work):
+        for _ in range(WORK_LEAST):
+            known.add_work(option, costs[option], took)
+    return known
+
+
+def test_one_wild_reading_is_not_believed_and_old_ones_are_forgotten() -> None:
+    known = Clocks()
+    for took in (450, 90_000, 450) * WORK_KEPT:
+        known.add_work(1, 600, took)
+    assert known.work_us(COSTS) == {1: pytest.approx(450)}
+    for _ in range(WORK_KEPT):
+        known.add_work(1, 600, 500)
+    longer = [2 * cost for cost in COSTS]
+    assert known.work_us(longer) == {1: pytest.approx(1000)}, "at the context of now"
+
+
+def test_it_goes_by_the_newest_steps_of_what_runs() -> None:
+    """Not of what was visited last, nor of what ran before."""
+    work, old = [300, 450, 600, 900], [(3, 950)] * (STEPS_KEPT + 90)
+    runs = [(1, 800)] * (STEPS_KEPT // 2)
+    visited = clocks(work, [*old, *runs, *[(1, 500)] * 30, (2, 900), (2, 900)], COSTS)
+    more = visited.relative_to(3, COSTS)
+    assert more[3].log == 0.0
+    chain_us = (100 * 800 + 30 * 500) / 130
+    assert more[1].log == pytest.approx(math.log(chain_us / 950)), "the tree's by the chain's"
+    for _ in range(STEPS_KEPT):
+        visited.add_step(1, COSTS[1], 1000)
+    assert visited.relative_to(3, COSTS)[1].log == pytest.approx(0.0), "the host's pace by now"
+
+
+def test_how_far_off_it_may_be() -> None:
+    """Of an option that needs less than what runs, what the host would need is not known."""
+    more = clocks([300, 450, 600, 800], [(2, 600)] * STEPS_LEAST, COSTS).relative_to(2, COSTS)
+    assert all(known.clocked for known in more.values())
+    assert more[3].off == OFF
+    assert more[1].off == pytest.approx(OFF + SMALLER_OFF * math.log(600 / 450))
+
+
+def test_a_step_little_longer_than_its_work_is_of_the_devices_pace() -> None:
+    ran = np.full(4, 500 * (BOUND - 0.1))
+    assert longer_by(ran, 500, 400) == pytest.approx(math.log(450 / 550))
+
+
+def test_what_lies_between_two_steps_is_no_single_short_step_s() -> None:
+    steps = [(1, 450), *[(1, 530)] * 19]
+    more = clocks([300, 450, 600, 800], steps, COSTS).relative_to(1, COSTS)
+    assert more[2].log == pytest.approx(math.log(680 / 530), abs=0.005)
+
+
+def test_the_devices_part_of_a_step_grows_with_the_context() -> None:
+    """Twice the context: what took the device 420 us takes it 840."""
+    double = [2 * cost for cost in COSTS]
+
+    def chain(took: int) -> float:
+        """What its steps take now, if all took that before."""
+        known = clocks([300, 420, 630, 800], [(1, took)] * STEPS_LEAST, COSTS)
+        ran = known._steps[1].us(double[1], known.work_us(double)[1])
+        assert ran is not None
+        assert len(ran) == STEPS_LEAST
+        return float(ran.mean())
+
+    assert chain(450) == pytest.approx(900)
+    assert chain(580) == pytest.approx(1160), "with what lies between two steps"
+    assert chain(1200) == pytest.approx(1200), "what the host needs does not grow"
+    assert chain(700) == pytest.approx(840), "but it takes no less than the device"

@@ -176,9 +176,9 @@ class Periods:
         """As the device's clock says (`clocks.py`), else ``tabled``."""
         costs = self._costs[place]
         known = list(tabled)
-        for option, (log, off, _) in self._clocks[place].relative_to(base, costs).items():
-            more = tabled[base].log + math.log(costs[base] / costs[option]) + log
-            known[option] = Known(more, 0.0 if option == base else off, True)
+        for option, told in self._clocks[place].relative_to(base, costs).items():
+            log = tabled[base].log + math.log(costs[base] / costs[option]) + told.log
+            known[option] = told._replace(log=log, off=0.0 if option == base else told.off)
         return known
 
     def device_us(self, place: int) -> dict[int, float]:
