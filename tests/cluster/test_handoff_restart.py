@@ -43,7 +43,8 @@ def leased(deployed: Deployed) -> list[dict[str, Any]]:
 
 def test_fewer_and_more_replicas_take_kv_and_weights_along(deployed: Deployed) -> None:
     deployed.up(*ON, "resources.cpus_per_rank=0.6")
-    with strangers(deployed.url, "overstory-tiny", 400, clients=4) as failed:
+    # Long enough to be under way while a replica of a quick machine makes ready to go.
+    with strangers(deployed.url, "overstory-tiny", 960, clients=4) as failed:
         fewer = run(deployed, "scale", "1")
         assert fewer.returncode == 0, fewer.stderr
         moved = moves(deployed.url)
