@@ -125,7 +125,7 @@ def _restart_refused_and_done(deployed: Deployed) -> None:
     assert "starts beside its predecessor" in told
     assert "tree.budget: 15 -> 7" in told
     refused = run(deployed, "restart")  # Its command is gone, the restart is Serve's.
-    assert refused.returncode == 1
+    assert refused.returncode == 1, refused.stderr
     assert "is being changed already (replicas: " in refused.stderr
     followed = run(deployed, "restart", "--follow")
     assert followed.returncode == 0, followed.stderr
