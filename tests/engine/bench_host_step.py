@@ -139,7 +139,7 @@ def made_up_steps(scheduler: Any, sizes: list[int]) -> None:
     graphs._worker, graphs._sizes, graphs._speculate = worker, sizes, []
     graphs._inputs = StepInputs(sizes[-1], "cpu")
     graphs._steps, graphs._landings = MadeUpSteps(graphs, limits.block_size), {}
-    worker._step_graphs, worker.timed, worker.clocked = graphs, False, False
+    worker._step_graphs, worker.timed = graphs, False
     worker.chooser.captured(worker._tiers.tier)
     worker.chooser._host_waits = False
     tree_policy.HOLDER.automatic = True

@@ -251,9 +251,10 @@ def test_what_a_captured_step_hands_out(timed: bool) -> None:
     assert out.accept_lens.tolist() == [2, 1]
     assert out.deepest.tolist() == [2, 2]
     assert out.times.tolist() == ([100, 130] if timed else [])
-    assert out.walks.of(1, True) == Walk([-1, 0, 1], [-1, 0, 0], [], 3, True)
-    assert out.walks.of(0, True) == Walk([-1, 0, 1], [-1, 0, 0], [1], 3, True)
-    assert [len(part) for part in out.walks] == [2] * 4
+    assert (out.told.times is not None) == timed
+    assert out.told.walks.of(1, True) == Walk([-1, 0, 1], [-1, 0, 0], [], 3, True)
+    assert out.told.walks.of(0, True) == Walk([-1, 0, 1], [-1, 0, 0], [1], 3, True)
+    assert [len(part) for part in out.told.walks] == [2] * 4
     packed.copy_(first)
     assert landing.land().roots.tolist() == [21, 22]
     assert out.seq_lens.tolist() == [42, 51]

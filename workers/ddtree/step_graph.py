@@ -27,7 +27,7 @@ from overstory.kernels.reference import Accepted, Tree
 from overstory.workers.ddtree.commit import TargetKv, extend_drafter
 from overstory.workers.ddtree.draft import root_tree
 from overstory.workers.ddtree.verify import TreeVerifyInput, row_layout
-from overstory.workers.policy.chooser import Walks, speculates
+from overstory.workers.policy.chooser import Told, Walks, speculates
 from overstory.workers.tree_policy import Mode, TreePolicy
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ class StepOutput(NamedTuple):
     times: torch.Tensor
     """[2] int64 on the host, the device's clock before and after the step's work; [0] if steps are
     not timed."""
-    walks: Walks
-    """Complete as `tokens`: every step hands them out, since one launch and one copy take all."""
+    told: Told
+    """Complete as `tokens`: every step hands it out, since one launch and one copy take all."""
     roots: torch.Tensor
     """[bs] int64, the next step's."""
     seq_lens: torch.Tensor
@@ -473,16 +473,17 @@ def _unpacked(raw: _Raw, host: torch.Tensor, live: int, bs: int) -> StepOutput:
     tree, accepted = raw.tree, raw.accepted
     width = accepted.tokens.shape[1]
     sizes = _sizes(bs, width, tree.rows, host.shape[0])
-    tokens, given, _, _, deepest, times, *told = host.split_with_sizes(sizes)
+    tokens, given, _, _, deepest, times, *trees = host.split_with_sizes(sizes)
     _, _, roots, lengths, *_ = raw.packed.split_with_sizes(sizes)
-    parents, ranks, used, rows = told
+    parents, ranks, used, rows = trees
     walks = Walks(parents.view(bs, -1), ranks.view(bs, -1), used, rows.view(bs, -1))
     if live < bs:
         tokens = tokens[: live * width]
         given, deepest, roots, lengths = (part[:live] for part in (given, deepest, roots, lengths))
         tree, accepted = _first(tree, live), Accepted(*(field[:live] for field in accepted))
         walks = Walks(*(field[:live] for field in walks))
-    return StepOutput(tokens, width, given, deepest, times, walks, roots, lengths, tree, accepted)
+    told = Told(walks, times if len(times) else None)
+    return StepOutput(tokens, width, given, deepest, times, told, roots, lengths, tree, accepted)
 
 
 def _sizes(bs: int, width: int, rows: int, packed: int) -> list[int]:

@@ -48,7 +48,7 @@ from overstory.workers.ddtree.step_record import (
     times_steps,
 )
 from overstory.workers.ddtree.verify import RowLayout, row_layout, verify
-from overstory.workers.policy.chooser import StepChooser, Told, spare_opted_out
+from overstory.workers.policy.chooser import StepChooser, spare_opted_out
 from overstory.workers.policy.options import Options
 from overstory.workers.scheduler_view import note_choice
 from overstory.workers.seam.cuda_block_attention import BlockAttention
@@ -263,8 +263,7 @@ class DDTreeWorker(DFlashWorkerV2):
         else:  # the scheduler keeps them for the next step instead of publishing them now
             roots, seq_lens = roots.clone(), seq_lens.clone()
         clock.mark("step")
-        told = Told(done.walks, done.times if self.clocked else None)
-        outcome = self.chooser.outcome(batch, policy, done.tree, done.accepted, told)
+        outcome = self.chooser.outcome(batch, policy, done.tree, done.accepted, done.told)
         requests, times = tuple(batch.reqs), done.times if self.timed else None
         PENDING.add(
             StepRecord(str(policy), done.tree, requests, clock.stages, done.deepest, outcome, times)

@@ -105,11 +105,16 @@ def step_us(table: CostTable, beliefs: Beliefs, shape: Shape, option: int) -> in
 def steps_us(table: CostTable, beliefs: Beliefs, shape: Shape) -> list[int]:
     """`step_us` of every option."""
     over = beliefs.overhead_us[place_of(table, shape)]
-    costs = table.costs(shape.batch, shape.context, shape.sampled, shape.launch)
+    costs = costs_of(table, shape)
     return [
         max(1, cost * factor // ONE + more)
         for cost, factor, more in zip(costs, beliefs.factors, over, strict=True)
     ]
+
+
+def costs_of(table: CostTable, shape: Shape) -> tuple[int, ...]:
+    """The table's microseconds of a step of this batch, by option."""
+    return table.costs(shape.batch, shape.context, shape.sampled, shape.launch)
 
 
 def place_of(table: CostTable, shape: Shape) -> int:

@@ -25,6 +25,7 @@ from overstory.workers.policy.choice import (
     PROBE_RUN,
     Decision,
     Shape,
+    costs_of,
     decide,
     place_of,
     places_of,
@@ -522,8 +523,8 @@ class StepChooser:
             return last
         policy = self.options.policies[decision.option]
         told = f"{policy} {decision.why} table {auto.table.version} {auto.beliefs.version}"
-        costs = auto.table.costs(shape.batch, shape.context, shape.sampled, shape.launch)
-        return _Choice(decision, shape, auto.beliefs, policy, told, costs[decision.option])
+        cost_us = costs_of(auto.table, shape)[decision.option]
+        return _Choice(decision, shape, auto.beliefs, policy, told, cost_us)
 
     def _agree(self, auto: _Auto, shape: Shape, allowed: tuple[int, ...]) -> Beliefs:
         if auto.steering is not None:

@@ -25,6 +25,7 @@ from overstory.workers.policy.choice import (
     Shape,
     affordable,
     best_of,
+    costs_of,
     place_of,
     places_of,
     rates,
@@ -132,13 +133,13 @@ class Steering:
         """From one launch to the next, among others of the same option and ``shape``, it took so
         long."""
         with self._lock:
-            costs = self._table.costs(shape.batch, shape.context, shape.sampled, shape.launch)
+            costs = costs_of(self._table, shape)
             self._periods.add(place_of(self._table, shape), option, costs, took_us)
 
     def observe_device(self, option: int, shape: Shape, took_us: int) -> None:
         """The work of a step took the device so long, whatever the host did meanwhile."""
         with self._lock:
-            costs = self._table.costs(shape.batch, shape.context, shape.sampled, shape.launch)
+            costs = costs_of(self._table, shape)
             self._periods.add_device(place_of(self._table, shape), option, costs, took_us)
 
     def observe_step(self, option: int, expected_us: int, took_us: int) -> None:
