@@ -217,7 +217,7 @@ def _tell(
     print(render_rows(rows))
     if result["stopped"]:
         print(result["stopped"])
-    texts = (json.dumps(result, indent=1) + "\n", csv_text(rows), plot_text(rows))
+    texts = (json.dumps(result, indent=1) + "\n", csv_text(rows, result["host"]), plot_text(rows))
     for (option, path), text in zip(files.items(), texts, strict=True):
         if path is not None:
             write_output(option, path, text)

@@ -11,8 +11,10 @@ _BAR, _GAP, _HEIGHT, _LEFT, _TOP, _BOTTOM = 26, 18, 220, 64, 40, 44
 _PANELS = (("tokens_per_s", "tokens/s"), ("ttft_ms", "time to first token, ms (median)"))
 
 
-def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """One line for each row; lists as numbers separated by spaces."""
+def csv_text(rows: Sequence[Mapping[str, Any]], host: Mapping[str, Any]) -> str:
+    """One line for each row; lists as numbers separated by spaces. Behind the rows' own columns
+    `gpu`, `versions` and `commit` of the machine: `host` is that of `host_facts`."""
+    rows = [{**row, **_made_with(host)} for row in rows]
     names = list(dict.fromkeys(name for row in rows for name in row))
     made = io.StringIO()
     writer = csv.writer(made, lineterminator="\n")
@@ -20,6 +22,12 @@ def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         writer.writerow([_cell(row.get(name)) for name in names])
     return made.getvalue()
+
+
+def _made_with(host: Mapping[str, Any]) -> dict[str, str]:
+    versions = "; ".join(f"{name} {number}" for name, number in host["versions"].items())
+    gpus = "; ".join(dict.fromkeys(host["gpus"]))
+    return {"gpu": gpus, "versions": versions, "commit": host["commit"] or ""}
 
 
 def _cell(value: Any) -> Any:

@@ -254,7 +254,10 @@ def bench(
     values: Annotated[
         str, typer.Option(help="Of the profile's variable (requests/s, tokens, ...).")
     ] = "",
-    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the rows here.")] = None,
+    csv_file: Annotated[
+        Path | None,
+        typer.Option("--csv", help="Write the rows here, each with GPU, versions and commit."),
+    ] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write an SVG here.")] = None,
 ) -> None:
     """Measure plain, chain, tree and auto through the endpoint, interleaved in one run.

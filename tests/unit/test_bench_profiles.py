@@ -169,11 +169,29 @@ def _rows() -> list[dict[str, Any]]:
     )
 
 
-def test_csv_has_a_line_for_each_row() -> None:
-    lines = list(csv.DictReader(io.StringIO(csv_text(_rows()))))
+_HOST = {
+    "gpus": ["NVIDIA H200, 580.159.04", "NVIDIA H200, 580.159.04"],
+    "versions": {"python": "3.12.3", "sglang": "0.5.17"},
+    "commit": "c16b465",
+}
+
+
+def test_csv_has_a_line_for_each_row_and_what_it_was_made_with() -> None:
+    lines = list(csv.DictReader(io.StringIO(csv_text(_rows(), _HOST))))
     assert [line["mode"] for line in lines] == ["plain", "plain", "chain", "chain"]
     assert lines[2]["tokens_per_s"] == "50.0"
     assert lines[2]["accepted_by_depth"] == "0.75 0.25"
+    assert list(lines[0]) == [*_rows()[0], "gpu", "versions", "commit"]
+    for line in lines:
+        assert line["gpu"] == "NVIDIA H200, 580.159.04"
+        assert line["versions"] == "python 3.12.3; sglang 0.5.17"
+        assert line["commit"] == "c16b465"
+
+
+def test_csv_of_a_machine_without_gpu_outside_a_checkout() -> None:
+    made = csv_text(_rows(), _HOST | {"gpus": [], "commit": None})
+    first = next(csv.DictReader(io.StringIO(made)))
+    assert (first["gpu"], first["commit"]) == ("", "")
 
 
 def test_the_picture_has_a_bar_for_each_row_and_figure() -> None:
