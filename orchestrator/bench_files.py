@@ -14,7 +14,7 @@ _PANELS = (("tokens_per_s", "tokens/s"), ("ttft_ms", "time to first token, ms (m
 def csv_text(rows: Sequence[Mapping[str, Any]], host: Mapping[str, Any]) -> str:
     """One line for each row; lists as numbers separated by spaces. Behind the rows' own columns
     `gpu`, `versions` and `commit` of the machine: `host` is that of `host_facts`."""
-    rows = [{**row, **_made_with(host)} for row in rows]
+    rows = [{**row, **made_with(host)} for row in rows]
     names = list(dict.fromkeys(name for row in rows for name in row))
     made = io.StringIO()
     writer = csv.writer(made, lineterminator="\n")
@@ -24,7 +24,8 @@ def csv_text(rows: Sequence[Mapping[str, Any]], host: Mapping[str, Any]) -> str:
     return made.getvalue()
 
 
-def _made_with(host: Mapping[str, Any]) -> dict[str, str]:
+def made_with(host: Mapping[str, Any]) -> dict[str, str]:
+    """`gpu`, `versions` and `commit` as text, of a machine's `host_facts`; empty where unknown."""
     versions = "; ".join(f"{name} {number}" for name, number in host["versions"].items())
     gpus = "; ".join(dict.fromkeys(host["gpus"]))
     return {"gpu": gpus, "versions": versions, "commit": host["commit"] or ""}

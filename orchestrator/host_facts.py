@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("overstory", "ray", "sglang", "torch", "transformers")
+_PACKAGES = ("overstory", "ray", "sglang", "torch", "transformers", "triton")
 _HERE = Path(__file__).resolve().parent
 
 

@@ -13,7 +13,9 @@
 # `host` (engine_host.py), where the host's time of a step goes (in about 75 s after the start);
 # `leases`, leases of 64 and of 500 steps against none, and what their parts cost, for all the time there is.
 # ENGINE_SESSION_TOY=1 rehearses `pairs`, `host` and `leases` on a CPU. Into OUT:
-#   summary.txt   how each ended, then what engine_compare.py says
+#   summary.txt   how each ended, what engine_compare.py says, then engine_table.py's tables of speeds and acceptance
+#   speeds.csv, speeds.svg  the same, where roles were asked for that time them (ENGINE_SESSION_COMMIT names the commit
+#                 of a checkout without its history)
 #   results.json  all results; bench.jsonl the speeds alone, one a line as they came
 #   logs.txt      the end of every role's output; build.txt  machine and build
 set -uo pipefail
@@ -60,8 +62,11 @@ PY
   for role in "${roles[@]}"; do
     sed "s/^{/{\"engine\": \"$role\", /" "$work/roles/bench-$role.jsonl" 2>/dev/null
   done >"$out/bench.jsonl"
-  { cat "$work/ends.txt" && "$python" "$root/tests/gpu/engine_compare.py" "$out/results.json"; } \
-    >"$out/summary.txt" 2>&1
+  {
+    cat "$work/ends.txt"
+    "$python" "$root/tests/gpu/engine_compare.py" "$out/results.json"
+    "$python" "$root/tests/gpu/engine_table.py" "$out/results.json" "$out/speeds.csv" "$out/speeds.svg"
+  } >"$out/summary.txt" 2>&1
 }
 trap bundle EXIT
 

@@ -1,18 +1,25 @@
 """The speeds in a session's results.json as CSV, as a picture, and as Markdown tables.
 
-engine_table.py RESULTS COMMIT VERSIONS GPU CSV SVG
+engine_table.py RESULTS CSV SVG [GPU VERSIONS COMMIT]
 
-Columns are those of `overstory bench --json` as far as they exist here. `ttft_ms` is the engine's
-own: nothing passes HTTP, and the prompt is in the prefix cache after the first batch. `apart` is
-the third quartile of ms per step over the first, batch by batch; the same steps run in every greedy
-batch, so it says how far a row can be believed. `of_best` of `auto`: by the least favourable mode
-of its engine, the median of the ratios of tokens/s of batches that ran in the same round.
+The last three are those of this machine and checkout if left out; a checkout without its history
+has no commit, then ENGINE_SESSION_COMMIT is taken.
+
+Columns are those of `overstory bench --csv` as far as they exist here (nobody leaves early).
+`ttft_ms` is the engine's own: nothing passes HTTP, and the prompt is in the prefix cache after the
+first batch. `tokens_per_forward` is over all requests of a batch, those that have ended included:
+where texts end one by one it is less than what a running one gains (`accepted_by_depth` is of
+those). `apart` is the third quartile of ms per step over the first, batch by batch; the same
+steps run in every greedy batch, so it says how far a row can be believed. `of_best` of `auto`: by
+the least favourable mode of its engine, the median of the ratios of tokens/s of batches that ran in
+the same round.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import os
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,6 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from engine_plot import write_plot
+
+from overstory.orchestrator.bench_files import made_with
+from overstory.orchestrator.host_facts import host_facts
 
 LONG = 32768
 BASE = "stock"
@@ -104,6 +114,9 @@ def _row(key: tuple[Any, ...], runs: Sequence[dict[str, Any]]) -> dict[str, Any]
             f"{a / offered[0]:.4f}" for a in accepted if offered and offered[0]
         ),
         "tokens_per_s_rounds": " ".join(f"{run['tokens_per_s']:.0f}" for run in runs),
+        "requests": concurrency * len(batches),
+        "tokens": round(tokens),
+        "forwards": round(forwards),
         "choices": " ".join(f"{name}={count}" for name, count in choices.items()),
     }
 
@@ -144,22 +157,56 @@ def tables(every: list[dict[str, Any]]) -> Iterator[str]:
         yield ""
 
 
+def accepted(results: dict[str, Any]) -> Iterator[str]:
+    """By temperature: a line for each mode that drafts, the share of drafts whose accepted path
+    reached depth 1, 2, ..., of all concurrencies together."""
+    runs: dict[tuple[float, str], list[dict[str, Any]]] = {}
+    for report in results.values():
+        for run in report.get("bench", ()):
+            drafted = any(name != "plain" for name in run.get("ran", ()))
+            if drafted and run["policy"] != FIRST:
+                runs.setdefault((run["T"], run["policy"]), []).append(run)
+    for temperature in sorted({at for at, _ in runs}):
+        shares = {}
+        for (at, mode), some in sorted(runs.items()):
+            _, offered, reached = _counts(some)
+            if at == temperature and offered[0]:
+                shares[mode] = [count / offered[0] for count in reached]
+        depths = max((len(of_mode) for of_mode in shares.values()), default=0)
+        yield f"Accepted by depth, T = {temperature:g}\n"
+        yield "| mode | " + " | ".join(map(str, range(1, depths + 1))) + " |"
+        yield "|---" * (1 + depths) + "|"
+        for mode, of_mode in shares.items():
+            yield f"| {mode} | " + " | ".join(f"{share:.2f}" for share in of_mode) + " |"
+        yield ""
+
+
 def _cell(row: dict[str, Any] | None) -> str:
     return f"{row['tokens_per_s']:,.0f} ({row['apart']:.1f})" if row else ""
 
 
+def _of_run(given: Sequence[str]) -> dict[str, str]:
+    if given:
+        return dict(zip(("gpu", "versions", "commit"), given, strict=True))
+    found = made_with(host_facts())
+    return found | {"commit": found["commit"] or os.environ.get("ENGINE_SESSION_COMMIT", "")}
+
+
 def main() -> None:
     """Writes CSV and picture, prints the tables."""
-    source, commit, versions, gpu, target, picture = sys.argv[1:]
+    source, target, picture, *given = sys.argv[1:]
     results = json.loads(Path(source).read_text())
-    every = rows(results, gpu=gpu, versions=versions, commit=commit)
+    of_run = _of_run(given)
+    every = rows(results, **of_run)
+    if not every:  # of no role that times speeds
+        return
     with Path(target).open("w", newline="") as file:
         writer = csv.DictWriter(file, list(every[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(every)
     short = [row for row in every if not row["load"].startswith(str(LONG))]
-    write_plot([row for row in short if row["mode"] != FIRST], gpu, Path(picture))
-    print("\n".join(tables(short)))
+    write_plot([row for row in short if row["mode"] != FIRST], of_run["gpu"], Path(picture))
+    print("\n".join((*tables(short), *accepted(results))))
     for row in every:
         if row not in short:
             columns = (row[name] for name in ("engine", "mode", "tokens_per_s", "ms_per_step"))
