@@ -27,6 +27,7 @@ from overstory.orchestrator.restart_rules import (
     Replaced,
     RestartError,
     RestartProgress,
+    change_under_way,
     changed_settings,
     refuse_changes,
 )
@@ -120,7 +121,8 @@ def with_finished_restart(record: DeploymentRecord) -> DeploymentRecord:
         return record
     if set(begun.old) & set(serving.replica_states(record.name)):
         return record
-    return _write(record.name, _finished(begun))
+    _note(record.name, begun, _finished(begun))
+    return read_state().pick(record.name)
 
 
 def refuse_if_changing(name: str) -> None:
@@ -133,17 +135,13 @@ def refuse_if_changing(name: str) -> None:
     app = serving.app_status(name)
     if app is None:
         raise RestartError(f"{name} is not running; `overstory deploy` it")
-    if app.status == "DEPLOYING" or (not app.failed and _moving(app.replicas.get("Replica", {}))):
+    states = dict(app.replicas.get("Replica", {}))
+    what = change_under_way(app.status, app.deployments.get("Replica", ""), states)
+    if what:
         raise RestartError(
-            f"{name} is being changed already (replicas: "
-            f"{dict(app.replicas.get('Replica', {})) or 'none'}): a restart or another number of "
-            "replicas. Wait for it; `overstory restart --follow` watches a restart that was begun "
-            "from here"
+            f"{name} is being changed already (replicas: {states or 'none'}): {what}. Wait for it; "
+            "`overstory restart --follow` watches a restart that was begun from here"
         )
-
-
-def _moving(states: Any) -> bool:
-    return any(count and state != "RUNNING" for state, count in dict(states).items())
 
 
 def _manner(surge: bool) -> str:
@@ -217,7 +215,8 @@ def _follow(name: str, begun: Begun, progress: Progress, timeout_s: float) -> li
             if seen.done:
                 break
             still_s = seen.still_s(time.monotonic())
-            if surge and still_s > _ROOM_S and serving.waits_for_room(name):
+            waited = surge and still_s > _ROOM_S
+            if waited and serving.waits_for_room(name) and _note(name, begun, {}):
                 surge = False
                 progress.tell("placement", "the room is gone; " + _manner(surge))
                 _roll(begun, surge)
@@ -232,7 +231,7 @@ def _follow(name: str, begun: Begun, progress: Progress, timeout_s: float) -> li
             f"interrupted: {seen.describe()}. Serve goes on; `overstory restart --follow` "
             "watches it"
         ) from interrupt
-    _write(name, _finished(begun))
+    _note(name, begun, _finished(begun))
     progress.tell("first token", f"all {wanted.replicas} replicas are new")
     return seen.replaced
 
@@ -253,7 +252,8 @@ def _look(name: str, seen: RestartProgress, begun: Begun, progress: Progress) ->
     if app is None:
         raise RestartError(f"{name} was taken down meanwhile")
     if app.status == "DEPLOY_FAILED":
-        _write(name, {"restart": dataclasses.asdict(dataclasses.replace(begun, stopped=True))})
+        stopped = dataclasses.replace(begun, stopped=True)
+        _note(name, begun, {"restart": dataclasses.asdict(stopped)})
         left = dict(app.replicas.get("Replica", {}))
         raise RestartError(
             f"stopped at a replica that failed ({seen.describe()}; serving on: {left or 'none'}). "
@@ -283,8 +283,24 @@ def _finished(begun: Begun) -> dict[str, Any]:
     return {"spec": begun.spec, "nodes_per_replica": begun.nodes_per_replica, "restart": None}
 
 
-def _write(name: str, changes: dict[str, Any]) -> DeploymentRecord:
+def _note(name: str, begun: Begun, changes: dict[str, Any]) -> bool:
+    """Notes what has become of a restart, unless it is over or another one has begun. Those that
+    watch have no turn: another may have seen the end first, and what came then must stand.
+
+    Returns:
+        whether it was under way.
+    """
     with changing_state() as state:
-        changed = dataclasses.replace(state.deployments[name], **changes)
-        state.deployments[name] = changed
-        return changed
+        record = state.deployments.get(name)
+        if record is None or record.restart is None:
+            return False
+        noted = Begun(**record.restart)
+        if (noted.version, noted.attempt) != (begun.version, begun.attempt):
+            return False
+        state.deployments[name] = dataclasses.replace(record, **changes)
+        return True
+
+
+def _write(name: str, changes: dict[str, Any]) -> None:
+    with changing_state() as state:
+        state.deployments[name] = dataclasses.replace(state.deployments[name], **changes)

@@ -53,6 +53,29 @@ def refuse_changes(old: DeploymentSpec, new: DeploymentSpec) -> None:
         )
 
 
+def change_under_way(app: str, replicas: str, states: Mapping[str, int]) -> str:
+    """What Serve is at work on, for the user; empty where another change may begin.
+
+    By the replicas' own status, not by the application's alone: that one is UNHEALTHY whenever the
+    gateway is, whatever the replicas are in the middle of. Where the replicas' own is DEPLOY_FAILED
+    or UNHEALTHY, Serve has stopped, or fills the places of lost ones, perhaps in vain for ever: a
+    change may be what mends it.
+
+    Args:
+        app: Serve's status of the application; DEPLOYING from the moment that it is handed over.
+        replicas: Serve's status of the replicas; empty where it has none yet.
+        states: how many of them are in which state.
+    """
+    if app == "DEPLOYING" or replicas == "UPDATING":
+        return "a restart or its deploy"
+    if replicas in ("DEPLOY_FAILED", "UNHEALTHY"):
+        return ""
+    # Serve calls HEALTHY what `set_replicas` has given another number to reach.
+    if any(count and state != "RUNNING" for state, count in states.items()):
+        return "another number of replicas"
+    return ""
+
+
 def _differences(key: str, was: Any, now: Any) -> list[tuple[str, Any, Any]]:
     """Dotted keys that differ, with both values."""
     if isinstance(was, Mapping) and isinstance(now, Mapping):

@@ -17,7 +17,7 @@ from overstory.orchestrator.plan import make_plan
 from overstory.orchestrator.progress import Progress, describe_ranks
 from overstory.orchestrator.restart import refuse_if_changing, with_finished_restart
 from overstory.orchestrator.spec import DeploymentSpec, parse_spec
-from overstory.orchestrator.state import DeploymentRecord, changing_state, read_state
+from overstory.orchestrator.state import changing_state, read_state
 
 _POLL_S = 0.5
 
@@ -54,8 +54,13 @@ def scale(name: str | None, replicas: int, progress: Progress, timeout_s: float)
         progress.tell("placement", f"{spec.replicas} -> {replicas} replicas")
         with contextlib.suppress(ControlError):  # Without a controller nothing was given up.
             ask_controller(record.name, "asked_for", replicas)
-        serving.set_replicas(record.name, replicas)
-        _remember(record, spec, replicas)
+        # Before Serve is told: a restart of a number that nobody has noted would undo it.
+        _remember(record.name, spec.model_copy(update={"replicas": replicas}))
+        try:
+            serving.set_replicas(record.name, replicas)
+        except Exception:
+            _remember(record.name, spec)
+            raise
         try:
             _await_replicas(record.name, replicas, spec.tp_size, progress, timeout_s)
         except (KeyboardInterrupt, SystemExit) as interrupt:  # Ray turns SIGTERM into SystemExit.
@@ -74,10 +79,10 @@ def _refuse_after_a_stop(name: str) -> None:
         )
 
 
-def _remember(record: DeploymentRecord, spec: DeploymentSpec, replicas: int) -> None:
-    changed = spec.model_copy(update={"replicas": replicas}).model_dump()
+def _remember(name: str, spec: DeploymentSpec) -> None:
     with changing_state() as state:
-        state.deployments[record.name] = dataclasses.replace(record, spec=changed)
+        record = state.deployments[name]
+        state.deployments[name] = dataclasses.replace(record, spec=spec.model_dump())
 
 
 def _await_replicas(
@@ -86,7 +91,9 @@ def _await_replicas(
     deadline = time.monotonic() + timeout_s
     while True:
         app = serving.app_status(name)
-        states = dict(app.replicas["Replica"]) if app is not None else {}
+        if app is None:
+            raise ScaleError(f"{name} was taken down meanwhile")
+        states = dict(app.replicas.get("Replica", {}))
         if states == {"RUNNING": replicas}:
             progress.tell("first token", f"{replicas} replicas run")
             return
@@ -94,7 +101,7 @@ def _await_replicas(
         if time.monotonic() > deadline:
             raise ScaleError(
                 f"not {replicas} running replicas within {timeout_s:.0f} s: {states or 'none'}; "
-                f"{app.message if app else 'Serve does not know the deployment'}\nServe goes on; "
+                f"{app.message}\nServe goes on; "
                 "`overstory status` shows them"
             )
         time.sleep(_POLL_S)

@@ -35,11 +35,13 @@ class StillThere(UserFault):
 
 @dataclass(frozen=True)
 class AppStatus:
-    """How Serve sees the application. `replicas` counts states by deployment."""
+    """How Serve sees the application. `replicas` counts states by deployment, `deployments` has
+    each one's own status."""
 
     status: str
     message: str
     replicas: Mapping[str, Mapping[str, int]]
+    deployments: Mapping[str, str]
 
     @property
     def failed(self) -> bool:
@@ -209,7 +211,8 @@ def app_status(name: str) -> AppStatus | None:
         deployment: {str(getattr(k, "value", k)): v for k, v in overview.replica_states.items()}
         for deployment, overview in app.deployments.items()
     }
-    return AppStatus(app.status.value, "\n".join(m for m in messages if m), replicas)
+    statuses = {name: overview.status.value for name, overview in app.deployments.items()}
+    return AppStatus(app.status.value, "\n".join(m for m in messages if m), replicas, statuses)
 
 
 def actor_names(deployment: str) -> list[str]:

@@ -49,6 +49,7 @@ class World:
         self.free_cpus = 0.0
         self.waits = False
         self.status, self.message = "RUNNING", ""
+        self.replicas_status = ""
         self.story: list[dict[str, str]] = [dict.fromkeys("ab"[: spec.replicas], "RUNNING")]
         self.rolls: list[tuple[str, bool, DeploymentSpec]] = []
         self.attempts: list[int] = []
@@ -79,7 +80,9 @@ class World:
         counts: dict[str, int] = {}
         for state in self.story[0].values():
             counts[state] = counts.get(state, 0) + 1
-        return AppStatus(self.status, self.message, {"Replica": counts})
+        own = {"RUNNING": "HEALTHY", "DEPLOYING": "UPDATING"}.get(self.status, self.status)
+        deployments = {"Replica": self.replicas_status or own}
+        return AppStatus(self.status, self.message, {"Replica": counts}, deployments)
 
     def ask_ranks(self, *_: Any) -> dict[str, Any]:
         return {}
@@ -218,6 +221,16 @@ def test_a_change_during_a_change_is_refused(world: World, status: str, states: 
     assert (world.rolls, world.replicas, record()) == ([], [], before)
 
 
+def test_a_gateway_that_is_lost_hides_no_restart(world: World) -> None:
+    """Serve calls the application UNHEALTHY then, whatever its replicas are in the middle of."""
+    world.free_cpus, world.status, world.replicas_status = 2.0, "UNHEALTHY", "UPDATING"
+    before = record()
+    for act, given in ((restart, None), (scale, 3)):
+        with pytest.raises(RestartError, match=r"is being changed already .*: a restart"):
+            told(act, given)
+    assert (world.rolls, world.replicas, record()) == ([], [], before)
+
+
 def test_it_stops_at_a_replica_that_fails_and_says_why_and_goes_on(world: World, spec) -> None:
     world.free_cpus, world.status, world.message = 1.0, "RUNNING", ""
     roll = world.roll
@@ -342,6 +355,47 @@ def test_one_that_ended_unseen_counts_for_the_next_command(world: World, spec) -
     assert record().restart is None
 
 
+def _watched_while(world: World, spec: DeploymentSpec, meanwhile: Any, story: Any) -> None:
+    """`--follow` misses the end of a restart: between two of its looks, something else happens."""
+    world.free_cpus = 4.0
+    with pytest.raises(RestartError, match="nothing happened"):
+        told(restart, spec.model_copy(update={"environment": {"X": "1"}}))
+    sleep, world.rolls = world.sleep, []
+
+    def once(seconds: float) -> None:
+        world.sleep = sleep  # type: ignore[method-assign]
+        meanwhile()
+        world.story = list(story)
+
+    world.sleep = once  # type: ignore[method-assign]
+    told(follow)
+
+
+def test_who_watches_does_not_undo_what_came_after_the_end(world: World, spec) -> None:
+    def scaled() -> None:
+        world.story = [REPLACED[-1]]
+        told(scale, 3)
+
+    fresh = dict.fromkeys("cde", "RUNNING")
+    _watched_while(world, spec, scaled, [fresh, {"c": "RUNNING", "d": "RUNNING"}])
+    assert record().spec["replicas"] == 3
+
+
+def test_who_watches_does_not_roll_over_a_later_restart(world: World, spec) -> None:
+    def restarted() -> None:
+        world.story = [REPLACED[-1]]
+        with pytest.raises(RestartError, match="nothing happened"):
+            told(restart, None)
+        world.waits, later[:] = True, [record().restart]
+
+    later: list[Any] = []
+    waiting = {"c": "RUNNING", "d": "RUNNING", "e": "STARTING"}
+    story = [*[waiting] * int(2 * _ROOM_S + 3), {"e": "RUNNING", "f": "RUNNING"}]
+    _watched_while(world, spec, restarted, story)
+    assert [version for version, _, _ in world.rolls] == [later[0]["version"]]
+    assert record().restart == later[0]
+
+
 def test_one_that_never_began_is_not_remembered(world: World, spec) -> None:
     world.roll_fails = True
     with pytest.raises(ConnectionError):
@@ -361,6 +415,28 @@ def test_more_replicas_than_there_is_room_for_are_refused(world: World, spec) ->
     told(scale, 1)
     assert world.replicas == [3, 1]
     assert record().spec["replicas"] == 1
+
+
+def test_a_number_that_serve_was_not_told_is_not_remembered(world: World, spec) -> None:
+    def refuse(*_: Any) -> None:
+        assert record().spec["replicas"] == 1, "a command that ends here leaves what Serve has"
+        raise ConnectionError("Serve's controller is gone")
+
+    world.set_replicas = refuse  # type: ignore[method-assign]
+    with pytest.raises(ConnectionError):
+        told(scale, 1)
+    assert record().spec == spec.model_dump()
+
+
+def test_a_scale_ends_with_its_deployment(world: World) -> None:
+    looks = world.app_status
+
+    def gone(name: str) -> AppStatus | None:
+        return None if world.replicas else looks(name)
+
+    world.app_status = gone  # type: ignore[method-assign,assignment]
+    with pytest.raises(ScaleError, match="d was taken down meanwhile"):
+        told(scale, 1)
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt(), SystemExit(15)])

@@ -7,6 +7,7 @@ import pytest
 from overstory.orchestrator.restart_rules import (
     RestartError,
     RestartProgress,
+    change_under_way,
     changed_settings,
     refuse_changes,
 )
@@ -107,3 +108,30 @@ def test_a_successor_that_dies_meanwhile_does_not_count_as_done() -> None:
     assert not seen.done, "what it leaves behind is still there"
     seen.look({"b": "RUNNING", "d": "RUNNING"}, 2.0)
     assert seen.done
+
+
+@pytest.mark.parametrize(
+    ("app", "replicas", "states", "said"),
+    [
+        ("RUNNING", "HEALTHY", {"RUNNING": 2}, ""),
+        ("RUNNING", "HEALTHY", {"RUNNING": 2, "STOPPING": 0}, ""),
+        ("DEPLOYING", "HEALTHY", {"RUNNING": 2}, "a restart"),  # told, its loop has not begun
+        ("DEPLOYING", "DEPLOY_FAILED", {"RUNNING": 2}, "a restart"),  # gone on with: the same
+        ("DEPLOYING", "", {}, "a restart or its deploy"),
+        ("DEPLOYING", "UPDATING", {"RUNNING": 2}, "a restart"),
+        ("UNHEALTHY", "UPDATING", {"RUNNING": 2, "STARTING": 1}, "a restart"),  # the gateway is
+        ("DEPLOY_FAILED", "UPDATING", {"RUNNING": 2, "STARTING": 1}, "a restart"),
+        ("RUNNING", "HEALTHY", {"RUNNING": 2, "STARTING": 1}, "another number"),
+        ("RUNNING", "HEALTHY", {"RUNNING": 1, "STOPPING": 1}, "another number"),
+        ("UNHEALTHY", "HEALTHY", {"RUNNING": 2, "STARTING": 1}, "another number"),
+        ("UNHEALTHY", "UNHEALTHY", {"RUNNING": 1, "STARTING": 1}, ""),  # in vain, perhaps
+        ("DEPLOY_FAILED", "DEPLOY_FAILED", {"RUNNING": 1, "STOPPING": 1}, ""),
+        ("UNHEALTHY", "HEALTHY", {"RUNNING": 2}, ""),
+    ],
+)
+def test_what_is_under_way_is_read_off_the_replicas(
+    app: str, replicas: str, states: dict[str, int], said: str
+) -> None:
+    told = change_under_way(app, replicas, states)
+    assert bool(told) == bool(said)
+    assert said in told
