@@ -3,6 +3,7 @@
 The commands run as a user runs them, before the real engine on a CPU.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -14,10 +15,12 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from leftovers import wait_until
 from load_clients import Seen, ask, load, questions
@@ -121,12 +124,15 @@ def _restart_refused_and_done(deployed: Deployed) -> None:
     assert fixed.returncode == 1
     assert "gateway.max_queued_requests: 64 -> 7 cannot change in a restart" in fixed.stderr
     assert "overstory scale 3" in fixed.stderr
-    told = _one_of_two_at_once(deployed, "tree.budget=7", "environment.SGLANG_LOG_MS=1")
-    assert "starts beside its predecessor" in told
-    assert "tree.budget: 15 -> 7" in told
-    refused = run(deployed, "restart")  # Its command is gone, the restart is Serve's.
-    assert refused.returncode == 1, refused.stderr
-    assert "is being changed already (replicas: " in refused.stderr
+    with _one_of_two_at_once(deployed, "tree.budget=7", "environment.SGLANG_LOG_MS=1") as told:
+        assert "starts beside its predecessor" in told
+        assert "tree.budget: 15 -> 7" in told
+        # Its command is gone, the restart is Serve's.
+        for change in (("restart",), ("scale", "1"), deployed.changed("tree.budget=3")):
+            refused = run(deployed, *change)
+            assert refused.returncode == 1, refused.stderr
+            assert "is being changed already (replicas: " in refused.stderr
+            assert "): a restart" in refused.stderr
     followed = run(deployed, "restart", "--follow")
     assert followed.returncode == 0, followed.stderr
     seen = re.findall(r"replica (\w+) took over after", followed.stderr)
@@ -138,10 +144,13 @@ def _restart_refused_and_done(deployed: Deployed) -> None:
         assert b"SGLANG_LOG_MS=1\0" in Path(f"/proc/{pid}/environ").read_bytes()
 
 
-def _one_of_two_at_once(deployed: Deployed, *settings: str) -> str:
+@contextmanager
+def _one_of_two_at_once(deployed: Deployed, *settings: str) -> Iterator[str]:
     """Two restarts in the same moment: one is refused, and the other one's command is killed once
-    it has begun. What that one told."""
+    it has begun. What that one told. Its first successor stands still until the block ends: however
+    long commands take on a busy machine, the restart is under way while they run."""
     files = [deployed.file.with_name(f"restart-{number}") for number in range(2)]
+    before = _fronts(deployed)
     both = [
         subprocess.Popen(
             [deployed.shell.script, *deployed.changed(*settings)],
@@ -150,16 +159,34 @@ def _one_of_two_at_once(deployed: Deployed, *settings: str) -> str:
         )
         for file in files
     ]
-    wait_until(lambda: any(one.poll() is not None for one in both), UP_S, "one to be refused")
-    ends = [one.poll() for one in both]
-    texts = [file.read_text() for file in files]
-    assert sorted(ends, key=str) == [1, None], texts
-    refused, going = ends.index(1), ends.index(None)
-    assert "is being changed already by another command" in texts[refused]
-    wait_until(lambda: "of 2 replicas are new" in files[going].read_text(), UP_S, "it to begin")
-    both[going].kill()
-    both[going].wait(60)
-    return files[going].read_text()
+    wait_until(lambda: _fronts(deployed) - before, UP_S, "a successor", 0.1)
+    (successor,) = _fronts(deployed) - before
+    os.kill(successor, signal.SIGSTOP)
+    try:
+        wait_until(lambda: any(one.poll() is not None for one in both), UP_S, "one to be refused")
+        ends = [one.poll() for one in both]
+        texts = [file.read_text() for file in files]
+        assert sorted(ends, key=str) == [1, None], texts
+        refused, going = ends.index(1), ends.index(None)
+        assert "is being changed already by another command" in texts[refused]
+        wait_until(lambda: "0 of 2 replicas are new" in files[going].read_text(), UP_S, "its look")
+        both[going].kill()
+        both[going].wait(60)
+        yield files[going].read_text()
+    finally:
+        os.kill(successor, signal.SIGCONT)
+
+
+def _fronts(deployed: Deployed) -> set[int]:
+    """Pids of the replicas' own processes, of those that start too."""
+    own = read_state(deployed.shell.state).local_ray
+    assert own is not None
+    found = set()
+    for one in psutil.Process(own.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "ray::ServeReplica:tiny:Replica" in " ".join(one.cmdline()):
+                found.add(one.pid)
+    return found
 
 
 def _crash_one(deployed: Deployed, before: dict[str, int]) -> None:
