@@ -66,6 +66,7 @@ class ControllerMetrics:
                 self._set("tokens_per_step", rank.get("tokens_per_forward"), replica=name)
                 self._set("tree_policy", 1.0, replica=name, policy=str(rank.get("policy")))
                 self._drafter(rank.get("auto") or {}, name)
+                self._candidates(rank.get("candidates") or {}, name)
                 self._count("stood_seconds", rank.get("stood_s") or 0.0, replica=name)
                 load = rank["load"] or {}
                 self._set("engine_running", load.get("running"), replica=name)
@@ -77,8 +78,11 @@ class ControllerMetrics:
             return
         self._count("drafter_switched_off", auto["switched_off"], replica=replica)
         self._set("drafter_in_use", float(auto["drafter"] != "off"), replica=replica)
-        for kind in ("greedy", "sampled"):
-            for parent, depths in auto[kind]["candidates"].items():
+
+    def _candidates(self, shares: Mapping[str, Any], replica: str) -> None:
+        """How often the drafter's candidates were right; nothing before any was tried."""
+        for kind, of_kind in shares.items():
+            for parent, depths in of_kind.items():
                 of = {"replica": replica, "kind": kind, "parent": parent}
                 for depth, ranks in depths.items():
                     for candidate, share in ranks.items():

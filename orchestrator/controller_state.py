@@ -367,8 +367,8 @@ class ControllerState:
     ) -> dict[str, Any]:
         health = replica.judges[rank].judge(now)
         kept = (
-            *("pid", "forwards", "iterations", "policy", "auto", "load", "steps", "weights"),
-            *("stood_s", "stands", "meetings"),
+            *("pid", "forwards", "iterations", "policy", "auto", "candidates", "load", "steps"),
+            *("weights", "stood_s", "stands", "meetings"),
         )
         return {
             "rank": rank,

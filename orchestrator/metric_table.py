@@ -124,9 +124,10 @@ CONTROLLER = (
     _gauge("tree_policy", "0 or 1", "The tree policy in force has 1", "replica", "policy"),
     _gauge(
         "draft_candidate_share", "share",
-        "Under the automatic policy: share of tried nodes that were accepted lately, by the "
-        "drafter's rank of them (0 is its best), depth, whether their parent is of first "
-        "candidates alone (spine), and kind of request (greedy, sampled)",
+        "Share of tried nodes that were accepted lately, in steps that are looked at (one in 32 ms "
+        "at most under a fixed policy), by the drafter's rank of them (0 is its best), depth, "
+        "whether their parent is of first candidates alone (spine), and kind of request (greedy, "
+        "sampled)",
         "replica", "kind", "parent", "depth", "candidate",
     ),
     _counter(

@@ -281,6 +281,7 @@ class RankHost:
         Keys: rank, pid, phase, seconds (in the phase), iterations, forwards, epoch, seq, policy (in
         force), idle_s, lease_wait_s, lease (rank 0: the ledger), load, steps (by policy, see
         `overstory.workers.step_stats`), auto (`StepChooser.report`, None without a cost table),
+        candidates (`DDTreeWorker.candidate_shares`; None on other ranks than the first),
         weights and meetings (`RankSide.loaded`, `meetings`), digests (`LinksKept`), digest_us (mean
         cost), commands (results by ticket).
         """
@@ -293,6 +294,7 @@ class RankHost:
             "load": self._view.load() if self._view else None,
             "steps": STATS.snapshot(),
             "auto": self._view.automatic_policy() if self._view else None,
+            "candidates": self._view.candidate_shares() if self._view else None,
             "weights": self._handoff.loaded(),
             "meetings": self._handoff.meetings(),
             "digests": self._digests.after(after_forward),

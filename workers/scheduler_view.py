@@ -92,6 +92,11 @@ class SglangScheduler:
         chooser = getattr(self._scheduler.draft_worker, "chooser", None)
         return None if chooser is None else chooser.report()
 
+    def candidate_shares(self) -> dict[str, Any] | None:
+        """See `DDTreeWorker.candidate_shares`; None without DDTREE. From any thread."""
+        worker = self._scheduler.draft_worker
+        return worker.candidate_shares() if hasattr(worker, "candidate_shares") else None
+
     def load(self) -> dict[str, int]:
         """Running and queued requests; KV slots that are free and that only the prefix cache holds
         (the rest belong to requests). From any thread; may be one step old."""

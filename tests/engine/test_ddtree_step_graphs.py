@@ -20,6 +20,7 @@ from ddtree_support import (
 )
 from graph_standin import RerunRecorder, capture, capture_steps, put_backends
 
+from overstory.workers.ddtree import candidate_shares
 from overstory.workers.defrag.audit import audit
 from overstory.workers.policy.chooser import shape_of
 from overstory.workers.policy.cost_table import DRAFTS_IN_PARTS, IN_PARTS, WHOLE
@@ -97,6 +98,39 @@ def test_whole_steps_say_what_eager_forwards_say(captured: Captured, name: str) 
     assert counted["stage_ns"]["step"] > 0
     nodes = {"plain": 0, "chain": 7, "tree-6": 7, "tree-15": 15}[name]
     assert counted["rows"] >= counted["requests"] * (1 + nodes)
+
+
+@pytest.mark.parametrize("more", [{}, {"min_new_tokens": 1}], ids=["whole", "in parts"])
+@pytest.mark.parametrize("name", ["chain", "tree-15"])
+def test_candidates_that_were_right_are_counted_under_fixed_policies(
+    captured: Captured, monkeypatch: pytest.MonkeyPatch, name: str, more: dict[str, Any]
+) -> None:
+    worker = captured.engine.scheduler.draft_worker
+    monkeypatch.setattr(candidate_shares, "EVERY_NS", 0)
+    fresh = candidate_shares.CandidateShares(worker.chooser.options, counts=True)
+    monkeypatch.setattr(worker, "_shares", fresh)
+    known = STATS.snapshot()["verify"].get(name)
+    params = GREEDY | {"max_new_tokens": 40, "ignore_eos": True} | more
+    check_scripted(
+        captured.engine,
+        _prompts(1),
+        params,
+        run_under(captured.engine, "plain", _prompts(1), params),
+        monkeypatch,
+        [name],
+        seed=2,
+    )
+    now = _steps(name)
+    offered, accepted = (
+        now[f"{what}_by_depth"][0] - (known[f"{what}_by_depth"][0] if known else 0)
+        for what in ("offered", "accepted")
+    )
+    found = worker.candidate_shares()
+    assert found["sampled"] == {"spine": {}, "off_spine": {}}
+    first = found["greedy"]["spine"][1]
+    assert 0 < accepted <= offered
+    assert sum(first.values()) == pytest.approx(accepted / offered, abs=0.05)
+    assert len(first) == (1 if name == "chain" else max(first) + 1)
 
 
 def test_branches_are_accepted(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> None:

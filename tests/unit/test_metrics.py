@@ -211,17 +211,10 @@ def test_what_the_automatic_policy_knows_of_its_drafter() -> None:
     meters = Meters(CONTROLLER, "d", through_ray=False)
     exported = ControllerMetrics(meters)
     status = _status(4)
-    nothing = {"candidates": {"spine": {}, "off_spine": {}}}
-    seen = {"candidates": {"spine": {1: {0: 0.75, 1: 0.125, 7: 0.5}}, "off_spine": {2: {0: 0.25}}}}
-    auto = {"drafter": "on", "switched_off": 1, "greedy": seen, "sampled": nothing}
+    auto = {"drafter": "on", "switched_off": 1}
     status["replicas"][0]["ranks"][0]["auto"] = auto
     exported.export(status)
     found = samples(meters.text().decode())
-    share, of = "overstory_draft_candidate_share", {"replica": "r1", "kind": "greedy"}
-    assert value(found, share, parent="spine", depth="1", candidate="0", **of) == 0.75
-    assert value(found, share, parent="spine", depth="1", candidate="1", **of) == 0.125
-    assert value(found, share, parent="off_spine", depth="2", candidate="0", **of) == 0.25
-    assert value(found, share, parent="spine", depth="1", candidate="7", **of) is None
     assert value(found, "overstory_drafter_in_use", replica="r1") == 1
     auto |= {"drafter": "off", "switched_off": 3}
     exported.export(status)
@@ -230,6 +223,23 @@ def test_what_the_automatic_policy_knows_of_its_drafter() -> None:
     assert value(found, "overstory_drafter_switched_off_total", replica="r1") == 3
     status["replicas"][0]["ranks"][0]["auto"] = {"choice": None, "why": None}  # another rank's
     exported.export(status)
+
+
+def test_how_often_candidates_are_right_under_any_policy() -> None:
+    meters = Meters(CONTROLLER, "d", through_ray=False)
+    exported = ControllerMetrics(meters)
+    status = _status(4)
+    nothing = {"spine": {}, "off_spine": {}}
+    seen = {"spine": {1: {0: 0.75, 1: 0.125, 7: 0.5}}, "off_spine": {2: {0: 0.25}}}
+    rank = status["replicas"][0]["ranks"][0]
+    rank |= {"auto": None, "candidates": {"greedy": seen, "sampled": nothing}}
+    exported.export(status)
+    found = samples(meters.text().decode())
+    share, of = "overstory_draft_candidate_share", {"replica": "r1", "kind": "greedy"}
+    assert value(found, share, parent="spine", depth="1", candidate="0", **of) == 0.75
+    assert value(found, share, parent="spine", depth="1", candidate="1", **of) == 0.125
+    assert value(found, share, parent="off_spine", depth="2", candidate="0", **of) == 0.25
+    assert value(found, share, parent="spine", depth="1", candidate="7", **of) is None
 
 
 def test_names_follow_prometheus() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from operator import gt
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from overstory.workers.step_stats import STATS, StepStats
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
     from overstory.kernels.reference import Tree
-    from overstory.workers.policy.chooser import StepOutcome
 
 
 DEVICE_TIMES_ENV = "OVERSTORY_DEVICE_TIMES"
@@ -50,6 +49,13 @@ class StageClock:
         self._last = now
 
 
+class StepOutcome(Protocol):
+    """What is to be made of a step once it is known."""
+
+    def judge(self, running: list[bool]) -> None:
+        """The results have been read; ``running`` by request: it had not ended before."""
+
+
 class StepRecord(NamedTuple):
     """A verify step whose acceptance the scheduler has not read yet.
 
@@ -60,6 +66,7 @@ class StepRecord(NamedTuple):
         stage_ns: times of the stages.
         deepest: [bs] int64 on the host, depth of each tree, complete by the time the scheduler has
             the step's tokens; taken from the tree if None.
+        outcome: told once the step is counted, if anybody wants it.
         times: [2] int64 on the host, nanoseconds of the device's clock before and after the step's
             work, complete as `deepest`; None if it was not timed.
     """

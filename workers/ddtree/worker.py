@@ -23,6 +23,7 @@ from overstory.workers.ddtree.algorithm import (
     starting_policy,
     wants_table,
 )
+from overstory.workers.ddtree.candidate_shares import CandidateShares, Shares, shares_of
 from overstory.workers.ddtree.commit import TargetKv, extend_drafter
 from overstory.workers.ddtree.decisions import DecisionGroup
 from overstory.workers.ddtree.draft import Drafter, root_tree
@@ -42,18 +43,19 @@ from overstory.workers.ddtree.step_graph import CudaRecorder, StepGraphs, StepSh
 from overstory.workers.ddtree.step_record import (
     PENDING,
     StageClock,
+    StepOutcome,
     StepRecord,
     clocks_captured_steps,
     on_host,
     times_steps,
 )
 from overstory.workers.ddtree.verify import RowLayout, row_layout, verify
-from overstory.workers.policy.chooser import StepChooser, spare_opted_out
+from overstory.workers.policy.chooser import StepChooser, Told, spare_opted_out
 from overstory.workers.policy.options import Options
 from overstory.workers.scheduler_view import note_choice
 from overstory.workers.seam.cuda_block_attention import BlockAttention
 from overstory.workers.step_stats import STATS
-from overstory.workers.tree_policy import TreePolicy
+from overstory.workers.tree_policy import AutoPolicy, TreePolicy
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +111,7 @@ class DDTreeWorker(DFlashWorkerV2):
             self.device == "cpu",
             self._asks_for_parts,
         )
+        self._shares = CandidateShares(self.chooser.options, self._group.decides)
         tree_policy.HOLDER.start(
             starting_policy(self.limits.max_rows, block_size),
             block_size,
@@ -211,7 +214,9 @@ class DDTreeWorker(DFlashWorkerV2):
         return result
 
     def _step(self, batch: Any, on_publish: Publish) -> GenerationBatchResult:
+        fixed = not isinstance(tree_policy.current(), AutoPolicy)
         policy, chosen_by = self.chooser.next(batch)
+        self._shares.begin(policy, fixed)
         result = self.run_step(policy, batch, on_publish)
         note_choice(result, chosen_by)
         self.chooser.ended(batch)
@@ -263,7 +268,7 @@ class DDTreeWorker(DFlashWorkerV2):
         else:  # the scheduler keeps them for the next step instead of publishing them now
             roots, seq_lens = roots.clone(), seq_lens.clone()
         clock.mark("step")
-        outcome = self.chooser.outcome(batch, policy, done.tree, done.accepted, done.told)
+        outcome = self._outcome(batch, policy, done.tree, done.accepted, done.told)
         requests, times = tuple(batch.reqs), done.times if self.timed else None
         PENDING.add(
             StepRecord(str(policy), done.tree, requests, clock.stages, done.deepest, outcome, times)
@@ -312,10 +317,29 @@ class DDTreeWorker(DFlashWorkerV2):
             device_time(times[1:])
             times = on_host(times)
         deepest = on_host(tree.depths.amax(dim=1)) if tree.depths.is_cuda else None
-        outcome = self.chooser.outcome(batch, policy, tree, accepted)
+        outcome = self._outcome(batch, policy, tree, accepted)
         requests = tuple(batch.reqs)
         PENDING.add(StepRecord(str(policy), tree, requests, clock.stages, deepest, outcome, times))
         return self._result(verified, accepted, new_seq_lens)
+
+    def _outcome(
+        self,
+        batch: Any,
+        policy: TreePolicy,
+        tree: Tree,
+        accepted: Accepted,
+        told: Told | None = None,
+    ) -> StepOutcome | None:
+        """What is to be made of the step's walks, where somebody counts them."""
+        of_rule = self.chooser.outcome(batch, policy, tree, accepted, told)
+        return of_rule or self._shares.outcome(batch, policy, tree, accepted, told)
+
+    def candidate_shares(self) -> Shares | None:
+        """How often the drafter's candidates were right lately, under the kind of policy in force;
+        None on ranks that do not count. From any thread."""
+        if isinstance(tree_policy.current(), AutoPolicy):
+            return shares_of(self.chooser.report())
+        return self._shares.report()
 
     def _nodes(self, policy: TreePolicy) -> int:
         """Rows to draft for each request: with graphs as many as the next of them has room for."""
