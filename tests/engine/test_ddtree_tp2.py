@@ -17,6 +17,9 @@ from ddtree_support import (
     server_args,
 )
 
+from overstory.workers.step_stats import STATS
+from overstory.workers.tiny.prompts import heldout_prompts
+
 if TYPE_CHECKING:
     from harness import EngineHarness
 
@@ -45,9 +48,22 @@ def _check(
 ) -> None:
     prompts, params = _requests(length)
     one = engine(**server_args(pair[1], rows=32))
-    wanted = run_under(one, "plain", prompts, params)
+    wanted, accepted = run_under(one, "plain", prompts, params), _accepted(one)
     two = engine_tp2(**server_args(pair[1], **arguments))
+    assert _accepted(two) == accepted
     check_scripted(two, prompts, params, wanted, monkeypatch, policies, seed=1)
+
+
+def _accepted(harness: EngineHarness) -> list[int]:
+    """Requests by the depth that was accepted of their drafts. Texts are right whatever is drafted:
+    ranks that take their own part of the vocabulary for all of it show here alone."""
+    prompts = [list(prompt.ids) for prompt in heldout_prompts()[:4]]
+    known = STATS.snapshot()["verify"].get("tree-15", {}).get("accepted_by_depth", [])
+    run_under(harness, "tree-15", prompts, GREEDY | {"max_new_tokens": 24})
+    now = STATS.snapshot()["verify"]["tree-15"]["accepted_by_depth"]
+    added = [after - before for after, before in zip(now, [*known, *[0] * 8], strict=False)]
+    assert added[0] > 10
+    return added
 
 
 def test_two_ranks_give_the_text_of_one(
