@@ -38,9 +38,9 @@ def turn_to_change(deployment: str) -> Iterator[None]:
         name=turn_name(deployment), namespace=NAMESPACE, num_cpus=0, max_restarts=0
     )
     taken = RestartError(
-        f"{deployment} is being changed already by another command (a restart or another number of "
-        "replicas). Wait for it; `overstory restart --follow` watches a restart that was begun "
-        "from here"
+        f"{deployment} is being changed already by another command (`deploy`, `restart` or "
+        "`scale`). Wait for it; `overstory restart --follow` watches a restart that was begun from "
+        "here"
     )
     try:
         turn = actor.remote()

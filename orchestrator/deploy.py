@@ -21,6 +21,7 @@ from overstory.orchestrator.errors import UserFault
 from overstory.orchestrator.inventory import NodeInventory, local_inventory
 from overstory.orchestrator.plan import Plan, make_plan
 from overstory.orchestrator.progress import Progress, describe_ranks, failure_text
+from overstory.orchestrator.restart_rules import RestartError
 from overstory.orchestrator.spec import DeploymentSpec, GatewaySpec
 from overstory.orchestrator.state import (
     DeploymentRecord,
@@ -71,31 +72,35 @@ def deploy(spec: DeploymentSpec, progress: Progress, timeout_s: float) -> Deploy
     Raises:
         PlanError: it cannot run on these nodes.
         DeployError: a fault on the way; everything started has been taken away again.
+        RestartError: another command is deploying it.
     """
     used, started = _nodes(spec, progress)
     from overstory.orchestrator import serving  # Imports Ray.
+    from overstory.orchestrator.change_turn import turn_to_change
 
+    record = None
     try:
         cluster.connect(used.address, read_state().local_ray)
         serving.quiet_serve_logs()
-        known = _already_up(spec, used)
-        if known is not None:
-            progress.tell("first token", f"{spec.name} is up already at {known.endpoint}")
-            return known
-        plan = _check(spec, used, progress)
-    except BaseException:
-        cluster.disconnect()
-        _stop_own_ray(started)
-        raise
-    record = _remember(spec, plan, used)
-    try:
-        serving.start_app(spec, plan.nodes_per_replica)
+        with turn_to_change(spec.name):  # Until Serve knows it: then others find it taken.
+            known = _already_up(spec, used)
+            if known is not None:
+                progress.tell("first token", f"{spec.name} is up already at {known.endpoint}")
+                return known
+            plan = _check(spec, used, progress)
+            record = _remember(spec, plan, used)
+            serving.start_app(spec, plan.nodes_per_replica)
         serving.start_controller(spec)
         if dashboards := serving.provide_dashboards():
             folder = dashboards[0].rpartition("/")[0]
             progress.tell("placement", f"{len(dashboards)} Grafana dashboards in {folder}")
         _await_ready(record, spec, progress, timeout_s)
     except BaseException as error:
+        if record is None:  # What is there by this name is another's.
+            cluster.disconnect()
+            if not isinstance(error, RestartError):  # The command that has the turn is on that Ray.
+                _stop_own_ray(started)
+            raise
         left = _clean_up(record.name)
         # Ray turns SIGTERM into SystemExit.
         if isinstance(error, KeyboardInterrupt | SystemExit):
@@ -128,8 +133,11 @@ def _nodes(spec: DeploymentSpec, progress: Progress) -> tuple[Cluster, LocalRayR
     make_plan(spec, [here])  # Faults are told before a Ray is started for nothing.
     progress.tell("nodes", "no Ray is running: starting a local one")
     with changing_state() as state:
-        started = _start_own(here)
-        state.local_ray = started
+        if (found := cluster.find_cluster(state.local_ray)) is None:
+            state.local_ray = started = _start_own(here)
+    if found is not None:
+        progress.tell("nodes", f"another command was first: using {found.describe()}")
+        return found, None
     own = Cluster(started.address, "own")
     progress.tell("nodes", f"using {own.describe()}, files in {started.folder}")
     return own, started

@@ -262,6 +262,42 @@ def test_a_taken_port_is_told_before_ranks_start(shell: Shell, setting: str) -> 
     assert read_state(shell.state).local_ray is None
 
 
+def test_of_two_deploys_at_once_one_goes_on(shell: Shell) -> None:
+    """No Ray runs: they agree on one, and the second neither takes the first one's place nor takes
+    anything away."""
+    port = free_port()
+    settings = ("--set", f"gateway.port={port}", "--set", "engine.tp_size=1")
+    files = [shell.state.with_name(f"deploy-{number}") for number in range(2)]
+    both = [
+        subprocess.Popen(
+            [shell.script, "deploy", str(LOCAL), *settings],
+            stderr=file.open("w"),
+            stdout=subprocess.DEVNULL,
+            env=shell.environment,
+        )
+        for file in files
+    ]
+    ends = [one.wait(UP_S) for one in both]
+    texts = [file.read_text() for file in files]
+    done, other = sorted(range(2), key=lambda number: "generated; " not in texts[number])
+    assert ends[done] == 0, "\n".join(texts)
+    assert "generated; " not in texts[other]
+    assert (ends[other], "tiny is up already" in texts[other]) in ((1, False), (0, True)), texts
+    if ends[other]:  # Else it came so late that nothing was left to do.
+        assert "tiny is being changed already by another command" in texts[other] or (
+            "a deployment 'tiny' is up but not ready" in texts[other]
+        ), texts
+    assert shell("generate", "x =", "--max-tokens", "4").returncode == 0
+    started = [line.rpartition("files in ")[2] for line in "".join(texts).splitlines()]
+    folders = {folder for folder in started if folder.startswith("/")}
+    own = read_state(shell.state).local_ray
+    assert own is not None
+    assert folders == {own.folder}
+    down = shell("down", timeout_s=DOWN_S)
+    assert down.returncode == 0, down.stderr
+    assert_nothing_left(own, port)
+
+
 def test_our_ray_starts_and_stops_and_leaves_nothing() -> None:
     own = start_local_ray(1, 0)
     try:
