@@ -31,7 +31,7 @@ from overstory.workers.policy.chooser import (
 )
 from overstory.workers.policy.cost_table import CostTable
 from overstory.workers.policy.evidence import Walk
-from overstory.workers.policy.launches import APART_NS
+from overstory.workers.policy.launches import APART_NS, WORKED
 from overstory.workers.policy.options import CHAIN, PLAIN
 from overstory.workers.policy.steering import Steering
 from overstory.workers.tree_policy import parse_policy
@@ -94,12 +94,12 @@ def test_shape_counts_kinds_and_opt_outs() -> None:
     assert shape.plain == 2
     assert shape.batch == 5
     assert shape.context == 0
-    assert [shape_of(batch(req(), context=n)).context for n in (256, 2047, 2048, 70000)] == [
-        256,
-        1792,
-        2048,
+    assert [shape_of(batch(req(), context=n)).context for n in (1023, 2047, 10000, 70000)] == [
+        0,
+        1024,
+        8192,
         65536,
-    ], "rounded down by less than a quarter"
+    ], "rounded down by less than 1,024, or than a quarter"
     assert shape.sampled
     assert not shape_of(batch(req(), req(**{OPT_OUT: True}))).sampled
     assert shape_of(batch(req(), req(7, **spared))).sampled, "it goes through the sampler too"
@@ -191,7 +191,7 @@ def test_two_ranks_whose_hosts_run_ahead_choose_alike() -> None:
         whys.update(told.split()[1:2])
         assert (first._held is None) == (second._held is None), "or one looked alone"
         unseen += first._held is not None
-        shrank += first._held is not None and len(first._held.reqs) < len(first._held.first)
+        shrank += first._held is not None and len(first._held.reqs) < first._held.count[1]
         walk = world.walk(OPTIONS.policies.index(policy))
         observe(first, now, walk)
     assert {"best", "probe"} <= whys
@@ -235,10 +235,43 @@ def test_a_choice_stands_until_a_quarter_has_left(monkeypatch: pytest.MonkeyPatc
     assert mixed == [8, 7, 6, 5, 4, 3, 2, 1]
     alone = req()
     pair[0].interrupted(), pair[1].interrupted()
+    first, others = (alone, req(), req(), req()), (alone, req(), req())
     for one in pair:
-        one.next(batch(alone, req(), req(), req()))
-        one.next(batch(alone, req(), req()))
-    assert looks[0][-2:] == looks[1][-2:] == [4, 3], "others than those that the choice was for"
+        one.next(batch(*first))
+        one.next(batch(*others))
+    assert looks[0][-1:] == looks[1][-1:] == [4], "others of the same kind"
+
+
+def test_requests_that_join_are_looked_at_where_they_may_change_what_is_best() -> None:
+    """One ends, another is prefilled and takes its place: with many requests every few steps."""
+    asks: list[Any] = []
+    one = holding(parts=lambda at_hand: any(request in asks for request in at_hand.reqs))
+    looks, reqs = looks_of(one), [req() for _ in range(8)]
+
+    def joined_by(*joining: Any, left: int = 1) -> bool:
+        """Whether the step is looked at."""
+        looks.clear()
+        one.next(batch(*reqs))
+        reqs[:left] = []
+        one.next(batch(*reqs))
+        one.interrupted()
+        before = len(looks)
+        reqs.extend(joining)
+        one.next(batch(*reqs))
+        return len(looks) > before
+
+    one.next(batch(*reqs))
+    for _ in range(5):
+        assert not joined_by(req())
+        assert not looks
+        assert one._run is not None, "timed again"
+        assert one._run.marks[1:] == [WORKED], "its first step is not timed"
+    assert not joined_by(req(), req(), left=2)
+    assert joined_by(req(), req()), "one more than the choice was for"
+    assert joined_by(req(40)), "of another kind"
+    reqs[-1:] = [req()]
+    asks.append(req())
+    assert joined_by(asks[0]), "in parts"
 
 
 def test_a_fixed_policy_is_taken_as_it_is() -> None:
@@ -259,7 +292,9 @@ def test_some_requests_of_a_large_batch_are_observed() -> None:
     parents, ranks, size, path = [-1, 0, 1], [-1, 0, 0], 3, [0, 1, -1]
     every = (torch.tensor([part] * bs) for part in (parents, ranks, size, path))
     work: list[int] = []
-    outcome = StepOutcome(steering, lambda: work.append(1), kinds, False, Told(Walks(*every), None))
+    outcome = StepOutcome(
+        steering, lambda: work.append(1), kinds, False, Told(Walks.viewed(*every), None)
+    )
     outcome.judge([True] * bs)
     assert steering.report()["greedy"]["seen"] == OBSERVED
     assert work, "the step at hand is not timed"
@@ -452,14 +487,14 @@ def holding(beside: bool = True, parts: Callable[[Any], bool] = lambda _: False)
 def test_a_choice_stands_within_its_lengths_and_under_its_rule() -> None:
     one, alone = holding(), req()
     looks = looks_of(one)
-    for context in (300, 301, 511, 512, 600, 511):
+    for context in (2047, 2559, 1024, 2500, 2560, 2100, 1536, 1535, 1024):
         one.next(batch(alone, context=context))
-    assert [now.seq_lens_sum for now in looks] == [300, 512, 511]
+    assert [now.seq_lens_sum for now in looks] == [2047, 2560, 1535], "half a grain more either way"
     tree_policy.HOLDER.set_current(parse_policy("auto"))
-    one.next(batch(alone, context=510))
+    one.next(batch(alone, context=1024))
     assert len(looks) == 3, "another lease of the same rule, which each rank reads for itself"
     tree_policy.HOLDER.set_current(parse_policy("auto<=8"))
-    one.next(batch(alone, context=510))
+    one.next(batch(alone, context=1024))
     assert len(looks) == 4
 
 
@@ -544,7 +579,7 @@ def test_nothing_is_visited_before_there_are_steps_to_compare_to() -> None:
     assert steady_after(prefills) == [0, 16, 32]
     assert steady_after(waits) == [0, 16, 7], "no request for seconds"
     assert steady_after(runs_another) == [0, 16, 7]
-    assert steady_after(ends) == [0, 16, 1], "not looked at, so not timed until the next look"
+    assert steady_after(ends) == [0, 16, 1], "fewer than at the look, so not timed until the next"
 
 
 def test_prefills_alone_are_not_noted_for_ever() -> None:

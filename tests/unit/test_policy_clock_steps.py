@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from policy_world import OPTIONS, automatic_policy, table_of
@@ -30,8 +31,8 @@ def one_of(host_waits: bool = False, ranks: FakeRanks | None = None, rank: int =
 def chains(requests: int, times: Sequence[int] | None) -> Told:
     """A captured step of chains, all of them accepted to the end."""
     parts = ([-1, *range(7)], [-1] + [0] * 7, 8, list(range(8)))
-    walks = Walks(*(torch.tensor([part] * requests) for part in parts))
-    return Told(walks, None if times is None else torch.tensor(times))
+    walks = Walks.viewed(*(torch.tensor([part] * requests) for part in parts))
+    return Told(walks, None if times is None else np.array(times))
 
 
 def step(one: StepChooser, at_hand: Any, told: Told) -> bool:

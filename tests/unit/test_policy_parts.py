@@ -163,9 +163,9 @@ def test_launches_of_both_ways_are_not_compared(
         return Decision(CHAIN, "best")
 
     monkeypatch.setattr(one, "_decide", decide)
-    alone = _req()
     for ruled in (False, True, False):
         one.interrupted()
+        alone = _req()
         for _ in range(5):
             one.next(SimpleNamespace(reqs=[alone], seq_lens_sum=256, ruled=ruled))  # type: ignore
     assert seen == [(WHOLE, 1500)] * 3 + [(IN_PARTS, 7500)] * 3, "the first and the last are not"

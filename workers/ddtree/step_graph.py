@@ -476,13 +476,13 @@ def _unpacked(raw: _Raw, host: torch.Tensor, live: int, bs: int) -> StepOutput:
     tokens, given, _, _, deepest, times, *trees = host.split_with_sizes(sizes)
     _, _, roots, lengths, *_ = raw.packed.split_with_sizes(sizes)
     parents, ranks, used, rows = trees
-    walks = Walks(parents.view(bs, -1), ranks.view(bs, -1), used, rows.view(bs, -1))
+    walks = Walks.viewed(parents.view(bs, -1), ranks.view(bs, -1), used, rows.view(bs, -1))
     if live < bs:
         tokens = tokens[: live * width]
         given, deepest, roots, lengths = (part[:live] for part in (given, deepest, roots, lengths))
         tree, accepted = _first(tree, live), Accepted(*(field[:live] for field in accepted))
         walks = Walks(*(field[:live] for field in walks))
-    told = Told(walks, times if len(times) else None)
+    told = Told(walks, times.numpy() if len(times) else None)
     return StepOutput(tokens, width, given, deepest, times, told, roots, lengths, tree, accepted)
 
 

@@ -15,7 +15,9 @@ from functools import partial
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from overstory.kernels.reference import Accepted, Tree
 from overstory.workers import tree_policy
@@ -63,10 +65,11 @@ are copied), and that is time of a step."""
 
 LEAVING = 4
 """A choice stands until more than one in so many of its requests have left: where a batch ends they
-leave one by one, and a look at each would cost more than it could gain."""
+leave one by one, and where it lasts others take their places; a look at each would cost more than
+it could gain."""
 
 _KIND = "overstory_kind"
-_CONTEXT_GRAIN = 256
+_CONTEXT_GRAIN = 1024
 """Contexts are rounded down to a multiple of at least so many, so that choices can be kept."""
 
 
@@ -104,7 +107,7 @@ def committed_of(batch: ScheduleBatch) -> int:
 
 
 def context_of(batch: ScheduleBatch) -> int:
-    """Mean committed length of ``batch``, rounded down: by less than 256, or than a quarter."""
+    """Mean committed length of ``batch``, rounded down: by less than 1,024, or than a quarter."""
     mean = committed_of(batch) // len(batch.reqs)
     return mean // _grain(mean) * _grain(mean)
 
@@ -132,12 +135,18 @@ def spare_opted_out(tree: Tree, reqs: Sequence[Req]) -> Tree:
 
 class Walks(NamedTuple):
     """Of a step's trees, on the host: ``parents`` and ``ranks`` [bs, rows], ``sizes`` [bs] as in
-    `Tree`, and ``accepted`` rows [bs, width]; int64."""
+    `Tree`, and ``accepted`` rows [bs, width]; int64. Arrays, whose parts are read at a third of a
+    tensor's price."""
 
-    parents: torch.Tensor
-    ranks: torch.Tensor
-    sizes: torch.Tensor
-    accepted: torch.Tensor
+    parents: NDArray[np.int64]
+    ranks: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    accepted: NDArray[np.int64]
+
+    @classmethod
+    def viewed(cls, *parts: torch.Tensor) -> Walks:
+        """Of tensors on the host, which may still be on their way there."""
+        return cls(*(part.numpy() for part in parts))
 
     @classmethod
     def copied(cls, tree: Tree, accepted: Accepted) -> Walks:
@@ -146,7 +155,7 @@ class Walks(NamedTuple):
         # One tensor: each copy to the host is a launch.
         told = torch.cat(columns, dim=1).to("cpu", non_blocking=True)
         parents, ranks, sizes, rows = told.split([part.shape[1] for part in columns], dim=1)
-        return cls(parents, ranks, sizes.squeeze(1), rows)
+        return cls.viewed(parents, ranks, sizes.squeeze(1), rows)
 
     def of(self, request: int, chain: bool) -> Walk | None:
         """That of one request; None if nothing was drafted for it."""
@@ -163,7 +172,7 @@ class Told(NamedTuple):
     its ends, ``times`` [2] int64 in nanoseconds; None if it was not read."""
 
     walks: Walks
-    times: torch.Tensor | None
+    times: NDArray[np.int64] | None
 
 
 @dataclass
@@ -217,38 +226,55 @@ class _Choice(NamedTuple):
 class _Held:
     """Until when a choice stands without another look, since what it was made by hardly changes.
 
-    All ranks must hold alike: a look may choose something else once requests have left.
+    All ranks must hold alike: a look may choose something else once requests have left or joined.
 
     Attributes:
         rule: the policy in force.
-        reqs: the batch; what its requests ask for does not change.
-        first: the batch at the look; kept, so that no identity is another's meanwhile.
-        members: identities of those.
-        least: fewest of them that it stands for.
+        reqs: the newest batch that it stood for; what its requests ask for does not change.
+        count: requests, at least and at most.
+        kind: `kind_of` each of them; None where they differ or no captured step gives what they ask
+            for: nobody joins those.
         context: committed tokens of a request, mean: at least, and less than.
         until: `_Auto.since` by which something is due.
     """
 
     rule: AutoPolicy
     reqs: list[Req]
-    first: list[Req]
-    members: frozenset[int]
-    least: int
+    count: tuple[int, int]
+    kind: tuple[bool, int] | None
     context: tuple[int, int]
     until: int
 
-    def covers(self, rule: object, batch: ScheduleBatch, since: int) -> bool:
+    def covers(
+        self,
+        rule: object,
+        batch: ScheduleBatch,
+        since: int,
+        parts: Callable[[ScheduleBatch], bool],
+    ) -> bool:
         """Whether a step of ``batch``, so many after the beliefs came, is one of these."""
         if since >= self.until or not (rule is self.rule or rule == self.rule):
             return False
-        reqs = batch.reqs
-        count = len(reqs)
-        if reqs != self.reqs:
-            if count < self.least or not self.members.issuperset(map(id, reqs)):
+        count = len(batch.reqs)
+        if batch.reqs != self.reqs:
+            if not self._takes(batch, parts):
                 return False
-            self.reqs = list(reqs)
+            self.reqs = list(batch.reqs)
         low, high = self.context
         return low * count <= committed_of(batch) < high * count
+
+    def _takes(self, batch: ScheduleBatch, parts: Callable[[ScheduleBatch], bool]) -> bool:
+        """Whether requests that have left and others of the same kind are all that is new."""
+        fewest, most = self.count
+        if not fewest <= len(batch.reqs) <= most:
+            return False
+        known = set(map(id, self.reqs))
+        joined = [req for req in batch.reqs if id(req) not in known]
+        return not joined or (
+            self.kind is not None
+            and all(kind_of(req) == self.kind for req in joined)
+            and not parts(batch)
+        )
 
 
 @dataclass
@@ -302,6 +328,7 @@ class StepChooser:
         self._ruling = False  # whether the automatic rule chose the step at hand
         self._rows_run: Callable[[int], int] = lambda rows: rows
         self._held: _Held | None = None
+        self._broken = False  # whether something else than a decode step came last
         self._settled = False
         self._counted_ns = 0  # when the last walks were counted
         self._begun: tuple[int, int, int] | None = None  # (ns, option, expected us) of this step
@@ -328,11 +355,11 @@ class StepChooser:
         auto, rule, held, last = self._auto, tree_policy.current(), self._held, self._last
         if auto is not None and held is not None and last is not None:
             count = len(held.reqs)
-            if held.covers(rule, batch, auto.since + 1):
+            if held.covers(rule, batch, auto.since + 1, self._parts):
                 auto.since += 1
-                if len(held.reqs) != count:
-                    self._end_run(auto.steering)
-                elif self._run is not None:
+                if self._run is None or self._broken or len(held.reqs) != count:
+                    self._begin_again(auto.steering, last, count)
+                else:
                     self._run.marks.append(time.perf_counter_ns())
                     self._steady += 1
                 return last.policy, last.told
@@ -365,6 +392,23 @@ class StepChooser:
         self._hold(auto, rule, batch, shape)
         return chosen.policy, chosen.told
 
+    def _begin_again(self, steering: Steering | None, last: _Choice, before: int) -> None:
+        """A step begins that is not looked at, where a batch of ``before`` requests has changed or
+        was interrupted, or nothing is timed."""
+        assert self._held is not None
+        self._broken = False
+        if steering is None:
+            return
+        now, count = time.perf_counter_ns(), len(self._held.reqs)
+        if count != before or (self._run is not None and self._run.stands(now)):
+            self._end_run(steering)
+        if self._run is not None:
+            self._run.marks.append(now)
+            self._steady += 1
+        elif count == last.shape.batch:
+            self._run = self._run_of(last.decision.option, last.shape, now)
+            self._steady = 1
+
     def _run_of(self, option: int, shape: Shape, now: int) -> Run:
         """The run that a step launched ``now`` belongs to."""
         run, place = self._run, self._place
@@ -383,11 +427,12 @@ class StepChooser:
             return
         reqs = list(batch.reqs)
         kinds = sum(map(bool, (*shape.drafting, shape.plain)))
-        may_leave = 0 if shape.parts or kinds > 1 else len(reqs) // LEAVING
-        context = (shape.context, shape.context + _grain(shape.context))
-        self._held = _Held(
-            rule, reqs, reqs, frozenset(map(id, reqs)), len(reqs) - may_leave, context, until
-        )
+        kind = None if shape.parts or kinds > 1 else kind_of(reqs[0])
+        may_leave = 0 if kind is None else len(reqs) // LEAVING
+        count = (len(reqs) - may_leave, len(reqs))
+        grain = _grain(shape.context)  # and a half more: a mean that hovers about a multiple of it
+        context = (shape.context - grain // 2, shape.context + grain + grain // 2)
+        self._held = _Held(rule, reqs, count, kind, context, until)
 
     def ended(self, batch: ScheduleBatch) -> None:
         """The step has been launched."""
@@ -401,7 +446,8 @@ class StepChooser:
 
     def interrupted(self) -> None:
         """Something else than a decode step comes next: the time that passes is not a step's."""
-        self._ended = self._begun = self._shape = self._held = None
+        self._ended = self._begun = self._shape = None
+        self._broken = True
         # Once: there may be no step for days, where answers are of one token.
         if self._run is not None and self._run.marks[-1] != INTERRUPTED:
             self._run.marks.append(INTERRUPTED)

@@ -45,7 +45,11 @@ TAILS = 3.0
 something else altogether it does not count."""
 
 SWEEPS = 6
-"""Rounds in which options are weighed against each other; there are few, and few comparisons."""
+"""Rounds in which options are weighed against each other, at most; there are few, and few
+comparisons."""
+
+SETTLED = 1e-4
+"""Where no option moves by more than this in a round, it was the last."""
 
 
 class Known(NamedTuple):
@@ -174,6 +178,7 @@ def _weighed(
     others = [option for option in range(len(logs)) if option != base]
     counted = [*near]  # of each its comparisons, as far as they count
     for _ in range(SWEEPS):
+        moved = 0.0
         for option in others:
             at, off, clocked = expected[option]
             own = (1.0 if clocked else _counts((logs[option] - at) / off)) / off**2
@@ -186,7 +191,10 @@ def _weighed(
                 counted[option].append((other, _Told(told.more, counts)))
                 weight += counts
                 total += counts * said
+            moved = max(moved, abs(total / weight - logs[option]))
             logs[option] = total / weight
+        if moved <= SETTLED:
+            break
     return [Known(log, off) for log, off in zip(logs, _offs(weights, counted, base), strict=True)]
 
 

@@ -84,7 +84,7 @@ class Run:
         """At a look, which begins a step ``now``: microseconds of the steps since the last one that
         others may be compared to: the first of a run right after another option and, if a visit is
         ``announced``, the last ones."""
-        self.stood = now - max(self.marks) > APART_NS
+        self.stood = self.stands(now)
         marks = [*self.marks, now]
         self.marks[:] = (now, WORKED)
         wanted = BESIDE - self.told if self.visited else 0
@@ -95,3 +95,7 @@ class Run:
         self.told += first
         last = max(first, len(took) - BESIDE) if announced else len(took)
         return took[:first] + took[last:]
+
+    def stands(self, now: int) -> bool:
+        """Whether the loop had launched nothing of it for long ``now``."""
+        return now - max(self.marks) > APART_NS

@@ -11,8 +11,9 @@ as the table says, of which most is taken to be hidden as far as the host adds s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 from overstory.workers.policy.clocks import Clocks
 from overstory.workers.policy.compared import Compared, Known
@@ -41,22 +42,28 @@ NOISE_WORTH = 4
 LEAST_NOISE = 0.004
 
 
-class _Place(NamedTuple):
+@dataclass
+class _Place:
     """What is known of a place.
 
     Attributes:
         base: the option that others are relative to.
         tabled: by option, by the table alone.
         expected: by option, without any comparison: by the device's clock, else `tabled`.
-        alone: by option, by the comparisons made here.
         counts: by option, comparisons that it was in.
+        compare: what comparisons made here and expectations say together.
     """
 
     base: int
     tabled: list[Known]
     expected: list[Known]
-    alone: list[Known]
     counts: dict[int, int]
+    compare: Callable[[list[Known]], list[Known]]
+
+    @cached_property
+    def alone(self) -> list[Known]:
+        """By option, by the comparisons made here."""
+        return self.compare(self.expected)
 
     @property
     def told(self) -> set[int]:
@@ -145,8 +152,11 @@ class Periods:
         base, level = times.base
         tabled = self._tabled(place, base, level)
         expected = self._clocked(place, base, tabled)
-        alone = times.known(expected, self.noise())
-        self._places[place] = _Place(base, tabled, expected, alone, times.counts())
+        compare = partial(self._weighed, place)
+        self._places[place] = _Place(base, tabled, expected, times.counts(), compare)
+
+    def _weighed(self, place: int, expected: list[Known]) -> list[Known]:
+        return self._times[place].known(expected, self.noise())
 
     def _tabled(self, place: int, base: int, level: float) -> list[Known]:
         """Of each option before any comparison, where ``base`` takes ``level``.
@@ -200,7 +210,7 @@ class Periods:
             added = self._costs[source][base] * (math.exp(other.alone[base].log) - 1)
             least = math.log(1 + added / costs[base]) if added > 0 else other.alone[base].log
             tabled = self._tabled(place, base, least)
-            here = _Place(base, tabled, self._clocked(place, base, tabled), [], {})
+            here = _Place(base, tabled, self._clocked(place, base, tabled), {}, list)
         alike = other if self._launch(source) == self._launch(place) else None
         known = self._known[place] = self._together(place, here, alike)
         told = here.told if alike is None else here.told | alike.told
@@ -214,7 +224,7 @@ class Periods:
         by."""
         told = other.told if other is not None else set()
         if other is None or told == {other.base}:
-            return here.alone or here.expected
+            return here.alone
         shifts = [
             known.log - tabled.log for known, tabled in zip(other.alone, other.tabled, strict=True)
         ]
@@ -228,7 +238,7 @@ class Periods:
             expected.append(Known(log + shifts[option] - shifts[here.base], min(near, off)))
         if not here.counts:
             return expected
-        return self._times[place].known(expected, self.noise())
+        return self._weighed(place, expected)
 
     def _launch(self, place: int) -> int:
         return place // (2 * self._batches)
