@@ -258,6 +258,8 @@ def pairs(every: dict[str, dict[str, Any]]) -> None:
                 print(f"   ms per step: {steps}; auto's steps: {row['ran']}")
             for rule, own in row.get("own", {}).items():
                 print(f"   {_own_work(rule, own)}")
+            for part, spent in row.get("spent", {}).items():
+                print(f"   {part}: {spent['calls']} of {spent['mean_us']:.0f} us")
             if "rule" in row:
                 told = ", ".join(
                     f"{name} {one['tokens']:.2f} in {one['us']} us (off {one['off']:.3f}, "

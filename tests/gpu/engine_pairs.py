@@ -389,18 +389,48 @@ class OwnWork:
         return told
 
 
+class Spent:
+    """Wall time of calls under the automatic rule, as `wrapped`."""
+
+    def __init__(self) -> None:
+        self._ns: dict[str, list[int]] = {}
+
+    def wrapped(self, name: str, given: Callable[..., Any]) -> Callable[..., Any]:
+        """``given``, timed."""
+        from overstory.workers import tree_policy
+
+        def call(*args: Any) -> Any:
+            begun = time.perf_counter_ns()
+            found = given(*args)
+            if not isinstance(tree_policy.current(), tree_policy.TreePolicy):
+                self._ns.setdefault(name, []).append(time.perf_counter_ns() - begun)
+            return found
+
+        return call
+
+    def about(self) -> dict[str, dict[str, float]]:
+        """By name, since it was asked last: how many calls, and their mean microseconds."""
+        every, self._ns = self._ns, {}
+        return {
+            name: {"calls": len(ns), "mean_us": statistics.fmean(ns) / 1e3}
+            for name, ns in every.items()
+        }
+
+
 class Watch:
     """What tells a wrong choice from the rule's cost and from noise: `about` of `measure`.
 
-    `own`: `OwnWork`. `rule`: what the rule believes at the end of the shape. `timed`: of the steps
+    `own`: `OwnWork`. `spent`: `Spent` in looks and, as their part, in new beliefs. `rule`: what the rule believes at the end of the shape. `timed`: of the steps
     that it timed meanwhile (option, requests, microseconds, when by the clock of ``begun``), in
     their order. `machine`: CPU seconds, as `machine_noise` has them.
     """
 
     def __init__(self, engine: Any) -> None:
         self._chooser = engine.scheduler.draft_worker.chooser
-        self._own = OwnWork(self._chooser)
-        steering = self._chooser._auto.steering
+        self._own, self._spent = OwnWork(self._chooser), Spent()
+        steering, chooser = self._chooser._auto.steering, self._chooser
+        chooser._looked_at = self._spent.wrapped("looks", chooser._looked_at)
+        steering.next_beliefs = self._spent.wrapped("beliefs", steering.next_beliefs)
         self._timed: list[tuple[int, int, int, float]] = []
         given = steering.observe_period
 
@@ -419,6 +449,7 @@ class Watch:
         report = self._chooser.report()
         return {
             "own": self._own.about(),
+            "spent": self._spent.about(),
             "rule": {"probes": report["probes"], **(report["believed"] or {})},
             "timed": timed[-TIMED_KEPT:],
             "machine": dict(zip(names, spent, strict=True)),

@@ -23,6 +23,7 @@ from engine_pairs import (
     ROUNDS,
     OwnWork,
     Shape,
+    Spent,
     Watch,
     _row,
     against,
@@ -335,6 +336,23 @@ def test_the_choosers_own_work_is_told_by_what_rules(monkeypatch: pytest.MonkeyP
     fixed = {"mean_us": 12.0, "median_us": 12.0, "steps": 1}
     assert told["fixed"] == fixed | {"changes": 0, "change_us": [], "visit_us": []}
     assert own.about() == {}, "a shape's own"
+
+
+def test_what_calls_take_under_the_rule_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, spent = [0], Spent()
+    monkeypatch.setattr("engine_pairs.time.perf_counter_ns", lambda: clock[0])
+
+    def look(us: int) -> int:
+        clock[0] += 1000 * us
+        return us
+
+    timed = spent.wrapped("looks", look)
+    with automatic_policy():
+        for rule, us in (("auto", 20), ("chain", 1000), ("auto", 40)):
+            tree_policy.HOLDER.set_current(tree_policy.parse_policy(rule))
+            assert timed(us) == us
+    assert spent.about() == {"looks": {"calls": 2, "mean_us": 30.0}}
+    assert spent.about() == {}, "a shape's own"
 
 
 def test_the_first_steps_after_a_change_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
