@@ -420,9 +420,10 @@ class Spent:
 class Watch:
     """What tells a wrong choice from the rule's cost and from noise: `about` of `measure`.
 
-    `own`: `OwnWork`. `spent`: `Spent` in looks and, as their part, in new beliefs. `rule`: what the rule believes at the end of the shape. `timed`: of the steps
-    that it timed meanwhile (option, requests, microseconds, when by the clock of ``begun``), in
-    their order. `machine`: CPU seconds, as `machine_noise` has them.
+    `own`: `OwnWork`. `spent`: `Spent` in looks and, as their part, in new beliefs. `rule`: what the
+    rule believes at the end of the shape. `timed`: of the steps that it timed meanwhile (option,
+    requests, microseconds, when by the clock of ``begun``), in their order. `machine`: CPU seconds,
+    as `machine_noise` has them.
     """
 
     def __init__(self, engine: Any) -> None:
