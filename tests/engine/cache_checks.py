@@ -17,6 +17,8 @@ from ddtree_support import (
     run_under,
 )
 
+from overstory.workers.defrag.audit import audit
+
 if TYPE_CHECKING:
     import pytest
     from harness import EngineHarness
@@ -149,3 +151,40 @@ def check_retraction(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) ->
     assert any(req.sampling_params.frequency_penalty for req in retracted), (
         "the pool was large enough: the test shows nothing"
     )
+
+
+def check_eviction(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More text than a pool of some 700 slots keeps goes by, twice; some of it is found again, some
+    is gone."""
+    prompts = random_prompts([130, 100, 64, 190], seed=72)
+    prompts.append(prompts[1][:64] + prompts[2])
+    params = GREEDY | {"max_new_tokens": 12}
+    wanted = []
+    for prompt in prompts:
+        harness.flush_cache()
+        wanted += run_under(harness, "plain", [prompt], params)
+    evicted = []
+    cache = type(harness.scheduler.tree_cache)
+    evict = cache.evict
+
+    def counting(self: Any, asked: Any) -> Any:
+        result = evict(self, asked)
+        evicted.append(result.num_tokens_evicted)
+        return result
+
+    monkeypatch.setattr(cache, "evict", counting)
+    drafts = ScriptedDrafts(seed=72)
+    drafts.install(monkeypatch)
+    harness.flush_cache()
+    hits = 0
+    for turn in range(2):
+        for some in ([0, 1, 2], [3, 4]):
+            rids = [f"evict-{turn}-{i}-{harness.scheduler.forward_ct}" for i in some]
+            for rid, i in zip(rids, some, strict=True):
+                drafts.know(rid, prompts[i], wanted[i])
+            texts = run_under(harness, "tree-15", [prompts[i] for i in some], params, rids)
+            assert texts == [wanted[i] for i in some]
+            hits += sum(harness.outputs[rid].cached_tokens for rid in rids)
+            harness.at_boundary(audit)
+    assert sum(evicted) > 0
+    assert hits > 0

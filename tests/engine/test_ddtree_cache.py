@@ -10,6 +10,7 @@ from cache_checks import (
     check_aborts,
     check_chunks_between_steps,
     check_committed_kv,
+    check_eviction,
     check_prefix_hits,
     check_retraction,
 )
@@ -61,3 +62,7 @@ def test_retraction_under_memory_pressure(
     engine: Engine, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_retraction(engine(**server_args(pair[1], rows=32, max_total_tokens=700)), monkeypatch)
+
+
+def test_eviction(engine: Engine, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    check_eviction(engine(**server_args(pair[1], rows=32, max_total_tokens=700)), monkeypatch)

@@ -16,6 +16,7 @@ from cache_checks import (
     check_aborts,
     check_chunks_between_steps,
     check_committed_kv,
+    check_eviction,
     check_prefix_hits,
     check_retraction,
     note_retracted,
@@ -148,39 +149,7 @@ def test_retraction_of_requests_with_rules(
 
 
 def test_eviction(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More text than the pool keeps goes by, twice; some of it is found again, some is gone."""
-    prompts = random_prompts([130, 100, 64, 190], seed=72)
-    prompts.append(prompts[1][:64] + prompts[2])
-    params = GREEDY | {"max_new_tokens": 12}
-    wanted = []
-    for prompt in prompts:
-        harness.flush_cache()
-        wanted += run_under(harness, "plain", [prompt], params)
-    evicted = []
-    cache = type(harness.scheduler.tree_cache)
-    evict = cache.evict
-
-    def counting(self: Any, asked: Any) -> Any:
-        result = evict(self, asked)
-        evicted.append(result.num_tokens_evicted)
-        return result
-
-    monkeypatch.setattr(cache, "evict", counting)
-    drafts = ScriptedDrafts(seed=72)
-    drafts.install(monkeypatch)
-    harness.flush_cache()
-    hits = 0
-    for turn in range(2):
-        for some in ([0, 1, 2], [3, 4]):
-            rids = [f"evict-{turn}-{i}-{harness.scheduler.forward_ct}" for i in some]
-            for rid, i in zip(rids, some, strict=True):
-                drafts.know(rid, prompts[i], wanted[i])
-            texts = run_under(harness, "tree-15", [prompts[i] for i in some], params, rids)
-            assert texts == [wanted[i] for i in some]
-            hits += sum(harness.outputs[rid].cached_tokens for rid in rids)
-            harness.at_boundary(audit)
-    assert sum(evicted) > 0
-    assert hits > 0
+    check_eviction(harness, monkeypatch)
 
 
 def test_the_end_of_the_context(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
