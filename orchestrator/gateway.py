@@ -227,6 +227,10 @@ class Gateway:
         loop = asyncio.get_running_loop()
         if self._hands_over_kv:
             MeetingsAhead(self._deployment, board_of(self._deployment)).begin()
+        # Serve's news, as soon as its router has them; what comes before is looked for.
+        board_of(self._deployment).on_running = lambda running: loop.call_soon_threadsafe(
+            self._run_on, running
+        )
         prefixes = PrefixWatch(
             RankDirectory(self._deployment), lambda: affinity_of(self._deployment)
         )
@@ -277,9 +281,11 @@ class Gateway:
     async def _look(self) -> None:
         """A replica answers; as many sequences may run as the present replicas take."""
         self._take_limits(await self._backend.limits())  # a restart may have changed them
-        self._service.admission.set_max_concurrent(
-            self._per_replica * await self._backend.replicas()
-        )
+        self._run_on(await self._backend.replicas())
+
+    def _run_on(self, replicas: int) -> None:
+        """As many sequences may run as so many replicas take; as one does, where none is left."""
+        self._service.admission.set_max_concurrent(self._per_replica * max(1, replicas))
 
 
 def _running_replicas(replicas: DeploymentHandle) -> int:

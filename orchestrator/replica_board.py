@@ -49,6 +49,7 @@ class ReplicaBoard:
     Attributes:
         before_leaving: called, from any thread, with a replica that calls are about to leave and
             those that may take them; it ends in `may_leave`. None: they leave at once.
+        on_running: told, from any thread, how many replicas run, whenever Serve tells which.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class ReplicaBoard:
         self._calls: dict[str, PlacedCall] = {}
         self._stay_until: dict[str, float] = {}  # of replicas that calls are about to leave
         self.before_leaving: Callable[[str, list[str]], None] | None = None
+        self.on_running: Callable[[int], object] = lambda _: None
 
     @contextmanager
     def following(self, rid: str) -> Iterator[PlacedCall]:
@@ -82,6 +84,7 @@ class ReplicaBoard:
             self._shunned = {name: t for name, t in self._shunned.items() if name in self._running}
             left = {call.replica for call in self._calls.values()} - self._running
             self._stay_until = {name: t for name, t in self._stay_until.items() if name in left}
+        self.on_running(len(running))
         self._judge()
 
     def may_leave(self, replica: str) -> None:

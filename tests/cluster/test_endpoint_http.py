@@ -18,7 +18,7 @@ import pytest
 from fixtures_endpoint import Endpoint, ready, wait_until
 from scripted_replica import STEP_TOKENS, TEXT
 
-from overstory.orchestrator.serving import set_replicas
+from overstory.orchestrator.serving import replica_states, set_replicas
 
 MODEL = "scripted"
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
@@ -281,14 +281,22 @@ def test_bad_bodies(scripted: Endpoint) -> None:
 
 def test_more_replicas_take_more_requests(scripted: Endpoint) -> None:
     each = scripted.spec.gateway.max_concurrent_requests
-    for replicas in (2, 1):
+    late_s = 0.0
+    for replicas in (2, 1, 2, 1):
         set_replicas(scripted.spec.name, replicas)
-        wait_until(
+        wait_until(lambda: _running(scripted) == replicas, 60, f"{replicas} replicas run")  # noqa: B023
+        late_s += wait_until(
             lambda: scripted.snapshot()["max_concurrent"] == each * replicas,  # noqa: B023
             60,
             f"the gateway knows of {replicas} replicas",
         )
         assert ready(scripted.url)
+    assert late_s < 10, "Serve tells; looks every 10 s would be late by 5 s each time"
+
+
+def _running(scripted: Endpoint) -> int:
+    """Replicas that run, by Serve."""
+    return list(replica_states(scripted.spec.name).values()).count("RUNNING")
 
 
 def _replaced(scripted: Endpoint, before: int) -> bool:

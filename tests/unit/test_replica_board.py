@@ -116,6 +116,14 @@ def test_calls_do_not_stay_for_ever_for_what_comes_before(monkeypatch: pytest.Mo
     play(story)
 
 
+def test_how_many_run_is_told_at_once() -> None:
+    board, told = ReplicaBoard(), list[int]()
+    board.on_running = told.append
+    for running in (["a"], ["a", "b"], []):
+        board.update(running)
+    assert told == [1, 2, 0]
+
+
 def test_a_new_replica_is_somewhere_to_go() -> None:
     async def story() -> None:
         board = ReplicaBoard(drain_s=60)
