@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from ddtree_support import server_args
 
 from overstory.workers.ddtree import POLICY_ENV
@@ -100,3 +102,32 @@ def test_embeddings_keep_their_dtype_on_every_device() -> None:
 
     assert hooks.__name__ in INSTALLERS
     assert any(patch.name.endswith("_extend_forward_kwargs") for patch in hooks.patches())
+
+
+def _target(weight: torch.Tensor | None, added: int = 0) -> Any:
+    """What the drafter borrows of a target: the second rank's part of a vocabulary of 12 tokens,
+    five of which are its own, one row is padding."""
+    shard = SimpleNamespace(num_org_elements=5, org_vocab_start_index=7, num_added_elements=added)
+    return SimpleNamespace(lm_head=SimpleNamespace(weight=weight, shard_indices=shard))
+
+
+def test_a_rank_s_candidates_have_the_ids_of_the_whole_vocabulary() -> None:
+    from overstory.workers.ddtree.draft import HeadShard
+
+    weight = torch.tensor([[1.0], [5.0], [2.0], [4.0], [3.0], [99.0]])
+    head = HeadShard(_target(weight))
+    found = head.candidates(torch.ones(1, 1), k=2)
+    assert found.token_ids.tolist() == [[8, 10]]
+    bias = torch.zeros(1, 12)
+    bias[0, 8], bias[0, 11] = -10.0, 10.0
+    assert head.candidates(torch.ones(1, 1), 2, bias).token_ids.tolist() == [[11, 10]]
+
+
+def test_heads_that_cannot_be_borrowed_are_refused() -> None:
+    from overstory.workers.ddtree.draft import HeadShard
+
+    with pytest.raises(ValueError, match="3 added tokens"):
+        HeadShard(_target(torch.ones(6, 1), added=3))
+    for weight in (torch.ones(6, 1, dtype=torch.int8), None):
+        with pytest.raises(ValueError, match="unquantised lm_head"):
+            HeadShard(_target(weight))

@@ -193,7 +193,7 @@ def test_what_trees_cannot_do_is_refused(engine: Engine, pair: tuple[str, str]) 
         harness.run([rid])
         reason = harness.outputs[rid].finish_reason
         assert reason is not None
-        assert reason["type"] == "abort"
+        assert (reason["type"], int(reason["status_code"])) == ("abort", 400)
         assert word in reason["message"]
     harness.assert_no_leak()
 
