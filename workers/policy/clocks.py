@@ -55,19 +55,18 @@ BOUND = 1.2
 Array: TypeAlias = NDArray[np.float64]
 
 
-def longer_by(ran: Array, base_us: float, option_us: float) -> float:
-    """Logarithm of how much longer steps of an option would have taken in the place of others, in
-    the mean.
+def longer_by(ran: Array, base_us: float, options_us: Sequence[float]) -> list[float]:
+    """Logarithms of how much longer steps of other options would have taken in the place of those
+    that ran, in the mean.
 
     Args:
-        ran: [n] microseconds that the others took; the device needs ``base_us`` for one, for one of
-            the option ``option_us``.
+        ran: [n] microseconds that they took; the device needs ``base_us`` for one, for one of each
+            option ``options_us``.
     """
-    if option_us >= base_us:
-        instead = np.maximum(ran, option_us)
-    else:
-        instead = np.where(ran > BOUND * base_us, ran, ran - (base_us - option_us))
-    return math.log(max(1.0, float(instead.mean())) / float(ran.mean()))
+    needed = np.array(options_us)[:, None]
+    less = np.where(ran > BOUND * base_us, ran, ran - base_us + needed)
+    took = np.where(needed < base_us, less, np.maximum(ran, needed))
+    return [math.log(max(1.0, mean) / float(ran.mean())) for mean in took.mean(axis=1).tolist()]
 
 
 class _Steps:
@@ -137,10 +136,8 @@ class Clocks:
         if ran is None:
             return {}
         between = min(max(0.0, _least(ran - work[runs])), BETWEEN_MOST_US)
-        more = {
-            option: longer_by(ran, work[runs] + between, us + between)
-            for option, us in work.items()
-        }
+        instead = longer_by(ran, work[runs] + between, [us + between for us in work.values()])
+        more = dict(zip(work, instead, strict=True))
         return {
             option: Known(log - more[base], OFF - SMALLER_OFF * min(0.0, log), True)
             for option, log in more.items()

@@ -25,6 +25,10 @@ LOOP_WAITED = 4
 """Where a step took more than so many times what steps around it did, the loop waited: for a lease,
 for a command at a boundary, or as it was paused."""
 
+READ = 8 * BESIDE
+"""Marks that are read for the last `BESIDE` steps of a run, of some hundred: with what else is
+marked and steps that do not count."""
+
 APART_NS = 1_000_000_000
 """Steps further apart are not compared: a server without requests, or a loop that waited. What
 disturbs a machine comes and goes meanwhile (`compared.py`)."""
@@ -90,6 +94,8 @@ class Run:
         wanted = BESIDE - self.told if self.visited else 0
         if not wanted and not announced:
             return []
+        if not wanted:  # the last ones alone
+            marks = marks[-READ:]
         took = [max(1, ns // 1000) for ns in periods_ns(marks)]
         first = min(wanted, len(took))
         self.told += first
