@@ -180,9 +180,14 @@ class _Size(NamedTuple):
 
 
 def _learnt(loop: Loop, shape: Shape, until: float, clock: Callable[[], float]) -> _Size:
-    """Has `auto` run until it has learnt, and gives the size that windows have at its pace."""
+    """Has `auto` run until it has learnt, and gives the size that windows have at its pace.
+
+    Each window has other texts: of one request that said the same again and again, `auto` learnt
+    what trees give on that text alone, and went by it for 20,000 steps.
+    """
     windows = [loop.window("auto", most=LEARN_MESSAGES)]
     while clock() < until:
+        loop.turn += 1
         windows.append(loop.window("auto", most=LEARN_MESSAGES))
     late = windows[len(windows) // 2 :]
     texts = max(1, round(WINDOW_S * statistics.median(w.rate for w in late) / shape.new))

@@ -136,6 +136,8 @@ def test_windows_are_as_long_as_asked_and_alike_for_all() -> None:
     assert size == SHAPE.new, "0.12 s of 9,700 tokens/s are hardly more than one text"
     learnt = [tokens for _, _, tokens in machine.taken].index(size)
     assert learnt > 3.0 / (LEARN_MESSAGES * TOKENS["auto"] / RATES["auto"] * 1.6)
+    turns = [turn for _, turn, _ in machine.taken[:learnt]]
+    assert turns == list(range(learnt)), "it learns of other texts in each window"
     sizes = {tokens for _, _, tokens in machine.taken[learnt : learnt + 3 * ROUNDS]}
     assert sizes == {size}
     rate = row["fixed"]["plain"]
