@@ -106,7 +106,7 @@ def test_candidates_that_were_right_are_counted_under_fixed_policies(
     captured: Captured, monkeypatch: pytest.MonkeyPatch, name: str, more: dict[str, Any]
 ) -> None:
     worker = captured.engine.scheduler.draft_worker
-    monkeypatch.setattr(candidate_shares, "EVERY_NS", 0)
+    monkeypatch.setattr(candidate_shares, "OBSERVED_EVERY_NS", 0)
     fresh = candidate_shares.CandidateShares(worker.chooser.options, counts=True)
     monkeypatch.setattr(worker, "_shares", fresh)
     known = STATS.snapshot()["verify"].get(name)

@@ -12,6 +12,7 @@ from overstory.kernels.reference import Accepted, Tree
 from overstory.workers.ddtree import candidate_shares
 from overstory.workers.ddtree.candidate_shares import CandidateShares, shares_of
 from overstory.workers.policy import OPT_OUT
+from overstory.workers.policy.chooser import OBSERVED, OBSERVED_EVERY_NS
 from overstory.workers.policy.options import Options
 from overstory.workers.tree_policy import parse_policy
 
@@ -59,7 +60,7 @@ def _run(
     shares: CandidateShares, clock: Any, batch: Any, paths: list[list[int]], policy: Any = TREE
 ) -> bool:
     """One step; whether it was counted."""
-    clock.ns += candidate_shares.EVERY_NS
+    clock.ns += OBSERVED_EVERY_NS
     shares.begin(policy, fixed=True)
     outcome = shares.outcome(batch, policy, *_step(paths))
     if outcome is not None:
@@ -90,7 +91,7 @@ def test_few_steps_are_looked_at(clock: Any) -> None:
     batch = _batch(GREEDY)
     counted = 0
     for _ in range(100):
-        clock.ns += candidate_shares.EVERY_NS // 10
+        clock.ns += OBSERVED_EVERY_NS // 10
         shares.begin(TREE, fixed=True)
         counted += shares.outcome(batch, TREE, *_step([[1]])) is not None
     assert counted == 10
@@ -103,7 +104,7 @@ def test_of_a_large_batch_some_requests_are_counted_and_all_in_turn(clock: Any) 
         paths: list[list[int]] = [[] for _ in range(6)]
         _run(shares, clock, batch, paths)
         evidence = shares._kinds[0]
-        assert evidence.seen() == (at + 1) * candidate_shares.COUNTED
+        assert evidence.seen() == (at + 1) * OBSERVED
     seen: set[int] = set()
     for step in range(3):
         for b in range(6):
@@ -135,14 +136,14 @@ def test_steps_that_nobody_began_are_not_counted(clock: Any) -> None:
     """Made-up ones, by which costs are measured."""
     shares = CandidateShares(OPTIONS, counts=True)
     assert _run(shares, clock, _batch(GREEDY), [[1]])
-    clock.ns += 10 * candidate_shares.EVERY_NS
+    clock.ns += 10 * OBSERVED_EVERY_NS
     assert shares.outcome(_batch(GREEDY), TREE, *_step([[1]])) is None
 
 
 def test_ended_requests_and_those_without_drafts_are_left_out(clock: Any) -> None:
     shares = CandidateShares(OPTIONS, counts=True)
     spared = GREEDY | {"custom": {OPT_OUT: False}}
-    clock.ns += candidate_shares.EVERY_NS
+    clock.ns += OBSERVED_EVERY_NS
     shares.begin(TREE, fixed=True)
     outcome = shares.outcome(_batch(GREEDY, spared), TREE, *_step([[1], [1]]))
     assert outcome is not None

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from overstory.workers.policy.beliefs import KINDS
-from overstory.workers.policy.chooser import Told, Walks, kind_of
+from overstory.workers.policy.chooser import (
+    OBSERVED_EVERY_NS,
+    Told,
+    Walks,
+    drafted_kinds,
+    observed,
+)
 from overstory.workers.policy.evidence import KindEvidence
 from overstory.workers.policy.options import Options
 from overstory.workers.tree_policy import TreePolicy
@@ -24,12 +30,6 @@ if TYPE_CHECKING:
 
 KIND_NAMES = ("greedy", "sampled")
 """Of the kinds of requests, in their order."""
-
-EVERY_NS = 32_000_000
-"""Least time between two counted steps: walks are read in Python, which is time of a step."""
-
-COUNTED = 2
-"""Most requests of a step that are counted, others each time."""
 
 Shares = dict[str, dict[str, dict[int, dict[int, float]]]]
 """By kind of request: `KindEvidence.report`'s ``candidates``."""
@@ -59,7 +59,7 @@ class CandidateShares:
         if not (fixed and self._counts) or policy.mode == "plain":
             return
         now = time.perf_counter_ns()
-        if now - self._counted_ns >= EVERY_NS:
+        if now - self._counted_ns >= OBSERVED_EVERY_NS:
             self._due, self._counted_ns = True, now
 
     def outcome(
@@ -78,25 +78,21 @@ class CandidateShares:
         if not self._due:
             return None
         self._due = False
-        kinds = [kind if drafting else None for drafting, kind in map(kind_of, batch.reqs)]
+        kinds = drafted_kinds(batch.reqs)
         walks = Walks.copied(tree, accepted) if told is None else told.walks
         # Only the spine's order in a tree is known where it comes first.
         return SharesOutcome(self, kinds, walks, policy.mode == "chain" or policy.spine_first)
 
     def add(self, outcome: SharesOutcome, running: list[bool]) -> None:
         """A step's walks are on the host."""
-        known = [(b, kind) for b, kind in enumerate(outcome.kinds) if running[b]]
-        drafted = [(b, kind) for b, kind in known if kind is not None]
         self._turn += 1
-        first = COUNTED * self._turn % len(drafted) if drafted else 0
+        walks = observed(outcome.walks, outcome.kinds, running, outcome.chain, self._turn)
         with self._lock:
             for evidence in self._kinds:
                 evidence.pass_steps(self._steps)
             self._steps = 0
-            for b, kind in (drafted[first:] + drafted[:first])[:COUNTED]:
-                walk = outcome.walks.of(b, outcome.chain)
-                if walk is not None:
-                    self._kinds[kind].add(walk)
+            for kind, walk in walks:
+                self._kinds[kind].add(walk)
 
     def report(self) -> Shares | None:
         """Accepted shares lately, JSON-able; None on ranks that do not count."""

@@ -49,7 +49,7 @@ class StageClock:
         self._last = now
 
 
-class StepOutcome(Protocol):
+class Outcome(Protocol):
     """What is to be made of a step once it is known."""
 
     def judge(self, running: list[bool]) -> None:
@@ -76,7 +76,7 @@ class StepRecord(NamedTuple):
     requests: tuple[Req, ...]
     stage_ns: Mapping[str, int] = MappingProxyType({})
     deepest: torch.Tensor | None = None
-    outcome: StepOutcome | None = None
+    outcome: Outcome | None = None
     times: torch.Tensor | None = None
 
 

@@ -42,8 +42,8 @@ from overstory.workers.ddtree.sampler import apply_rules, draw, note_output
 from overstory.workers.ddtree.step_graph import CudaRecorder, StepGraphs, StepShape, whole_steps
 from overstory.workers.ddtree.step_record import (
     PENDING,
+    Outcome,
     StageClock,
-    StepOutcome,
     StepRecord,
     clocks_captured_steps,
     on_host,
@@ -329,7 +329,7 @@ class DDTreeWorker(DFlashWorkerV2):
         tree: Tree,
         accepted: Accepted,
         told: Told | None = None,
-    ) -> StepOutcome | None:
+    ) -> Outcome | None:
         """What is to be made of the step's walks, where somebody counts them."""
         of_rule = self.chooser.outcome(batch, policy, tree, accepted, told)
         return of_rule or self._shares.outcome(batch, policy, tree, accepted, told)

@@ -9,7 +9,7 @@ counts of acceptance go no other way.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import is_
@@ -175,6 +175,25 @@ class Told(NamedTuple):
     times: NDArray[np.int64] | None
 
 
+def drafted_kinds(reqs: Sequence[Req]) -> list[int | None]:
+    """By request, its kind; None where nothing is drafted for it."""
+    return [kind if drafting else None for drafting, kind in map(kind_of, reqs)]
+
+
+def observed(
+    walks: Walks, kinds: Sequence[int | None], running: Sequence[bool], chain: bool, turn: int
+) -> Iterator[tuple[int, Walk]]:
+    """Kind and walk of requests that were ``running``: `OBSERVED` at most, by ``turn`` others."""
+    counted = [(b, kind) for b, kind in enumerate(kinds) if running[b] and kind is not None]
+    if len(counted) > OBSERVED:
+        from_here = counted[turn % len(counted) :] + counted
+        counted = [from_here[i * len(counted) // OBSERVED] for i in range(OBSERVED)]
+    for b, kind in counted:
+        walk = walks.of(b, chain)
+        if walk is not None:
+            yield kind, walk
+
+
 @dataclass
 class StepOutcome:
     """A step's trees and walks on their way to the host, for rank 0's evidence.
@@ -197,14 +216,8 @@ class StepOutcome:
         It was copied behind the step on its stream: its results must have been read.
         """
         self.working()
-        counted = [b for b, kind in enumerate(self.kinds) if running[b] and kind is not None]
-        if len(counted) > OBSERVED:
-            from_here = counted[self.turn % len(counted) :] + counted
-            counted = [from_here[i * len(counted) // OBSERVED] for i in range(OBSERVED)]
-        for b in counted:
-            walk, kind = self.told.walks.of(b, self.chain), self.kinds[b]
-            if kind is not None and walk is not None:
-                self.steering.observe(kind, walk)
+        for kind, walk in observed(self.told.walks, self.kinds, running, self.chain, self.turn):
+            self.steering.observe(kind, walk)
         if self.timed is not None and self.told.times is not None:
             begun, ended = self.told.times.tolist()
             if ended - begun >= 1000:  # a clock that stands still says nothing
@@ -357,11 +370,11 @@ class StepChooser:
             count = len(held.reqs)
             if held.covers(rule, batch, auto.since + 1, self._parts):
                 auto.since += 1
-                if self._run is None or self._broken or len(held.reqs) != count:
-                    self._begin_again(auto.steering, last, count)
-                else:
+                if self._run is not None and not self._broken and len(held.reqs) == count:
                     self._run.marks.append(time.perf_counter_ns())
                     self._steady += 1
+                elif auto.steering is not None:
+                    self._begin_again(auto.steering, last, count, len(held.reqs))
                 return last.policy, last.told
         self._held = None
         return self._looked_at(auto, rule, batch)
@@ -392,14 +405,10 @@ class StepChooser:
         self._hold(auto, rule, batch, shape)
         return chosen.policy, chosen.told
 
-    def _begin_again(self, steering: Steering | None, last: _Choice, before: int) -> None:
-        """A step begins that is not looked at, where a batch of ``before`` requests has changed or
-        was interrupted, or nothing is timed."""
-        assert self._held is not None
-        self._broken = False
-        if steering is None:
-            return
-        now, count = time.perf_counter_ns(), len(self._held.reqs)
+    def _begin_again(self, steering: Steering, last: _Choice, before: int, count: int) -> None:
+        """A step of ``count`` requests begins that is not looked at, where there were ``before``,
+        something came between, or nothing is timed."""
+        self._broken, now = False, time.perf_counter_ns()
         if count != before or (self._run is not None and self._run.stands(now)):
             self._end_run(steering)
         if self._run is not None:
@@ -472,7 +481,7 @@ class StepChooser:
         self._turn += 1
         if not self._to_be_counted(auto):
             return None
-        kinds = [kind if drafting else None for drafting, kind in map(kind_of, batch.reqs)]
+        kinds = drafted_kinds(batch.reqs)
         if told is None:
             self._note_work()
             told = Told(Walks.copied(tree, accepted), None)

@@ -52,8 +52,9 @@ HOLDS_US = 400_000
 ones cost next to nothing, and so many steps under old ones may be many seconds."""
 
 VISIT_WORK_US = 1200
-"""What the host does for a visit on a machine of today, with nothing of it in its caches: beliefs
-three times (0.6 to 0.8 ms each on an H200's host), looks, and the first step of another graph."""
+"""What the host does for a visit with nothing of it in its caches, as a price: beliefs twice (0.6
+to 0.8 ms each on an H200's host), looks, and the first step of another graph. That host takes 2 to
+3 ms for it; at 3,000 a table that is wrong is found out too late."""
 
 STEADY = BESIDE + 2
 """Steps that a batch must have been of its place for before something is tried."""
@@ -186,7 +187,7 @@ class Steering:
             holds, able = 1, self._drafter == ON and self._all_known(shape)
             if able and probe == NO_PROBE:
                 most = min(HOLDS, HOLDS_US // (period * self._best_us))
-                holds = max(1, int(min(most, math.ceil(self._quiet / period))))
+                holds = max(1, min(most, math.ceil(self._quiet / period)))
             # Beliefs that are in force until a visit is due: no others come before it.
             self.announced = able and any(shape.drafting) and self._quiet <= holds * period
             return replace(believed, probe=probe, holds=holds)
@@ -230,7 +231,6 @@ class Steering:
         told of, and no others: that costs the host something. Where the batch has just
         changed, as at the end of texts, it waits: its steps could not be compared.
         """
-        announced, self.announced = self.announced, False
         if self._drafter != ON or not any(shape.drafting) or not self._all_known(shape):
             return NO_PROBE
         place = place_of(self._table, shape)
@@ -263,7 +263,7 @@ class Steering:
             )
         self._quiet = self._visits.look(place, best, prices)
         # A best option that is new has no steps yet that a visit could be compared to.
-        ready = announced and best == before and steady >= STEADY
+        ready = self.announced and best == before and steady >= STEADY
         tried = self._visits.due(place) if ready else None
         if tried is None:
             return NO_PROBE
