@@ -32,7 +32,7 @@ from overstory.orchestrator.restart_rules import (
     refuse_changes,
 )
 from overstory.orchestrator.spec import DeploymentSpec, parse_spec
-from overstory.orchestrator.state import DeploymentRecord, changing_state, read_state
+from overstory.orchestrator.state import DeploymentRecord, amend_record, changing_state, read_state
 
 _POLL_S = 0.5
 _CAUSE_S = 5.0
@@ -85,7 +85,7 @@ def restart(
         check_models(wanted)
         refuse_if_changing(record.name)
         begun = _go_on(record, _plan(record, spec, wanted))
-        _write(record.name, {"restart": dataclasses.asdict(begun)})
+        amend_record(record.name, restart=dataclasses.asdict(begun))
         for line in changed_settings(spec, wanted):
             progress.tell("placement", line)
         progress.tell("placement", _manner(begun.surge))
@@ -94,7 +94,7 @@ def restart(
         try:
             _roll(begun, begun.surge)
         except Exception:  # Not begun: later crashes must not look like its end.
-            _write(record.name, {"restart": record.restart})
+            amend_record(record.name, restart=record.restart)
             raise
         return _follow(record.name, begun, progress, timeout_s)
 
@@ -299,8 +299,3 @@ def _note(name: str, begun: Begun, changes: dict[str, Any]) -> bool:
             return False
         state.deployments[name] = dataclasses.replace(record, **changes)
         return True
-
-
-def _write(name: str, changes: dict[str, Any]) -> None:
-    with changing_state() as state:
-        state.deployments[name] = dataclasses.replace(state.deployments[name], **changes)

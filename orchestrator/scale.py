@@ -5,7 +5,6 @@ What runs on a replica that Serve takes away goes on on another: the gateway mov
 """
 
 import contextlib
-import dataclasses
 import time
 
 from overstory.orchestrator import cluster, serving
@@ -16,8 +15,8 @@ from overstory.orchestrator.placement import NoRoom
 from overstory.orchestrator.plan import make_plan
 from overstory.orchestrator.progress import Progress, describe_ranks
 from overstory.orchestrator.restart import refuse_if_changing, with_finished_restart
-from overstory.orchestrator.spec import DeploymentSpec, parse_spec
-from overstory.orchestrator.state import changing_state, read_state
+from overstory.orchestrator.spec import parse_spec
+from overstory.orchestrator.state import amend_record, read_state
 
 _POLL_S = 0.5
 
@@ -55,11 +54,11 @@ def scale(name: str | None, replicas: int, progress: Progress, timeout_s: float)
         with contextlib.suppress(ControlError):  # Without a controller nothing was given up.
             ask_controller(record.name, "asked_for", replicas)
         # Before Serve is told: a restart of a number that nobody has noted would undo it.
-        _remember(record.name, spec.model_copy(update={"replicas": replicas}))
+        amend_record(record.name, spec=spec.model_copy(update={"replicas": replicas}).model_dump())
         try:
             serving.set_replicas(record.name, replicas)
         except Exception:
-            _remember(record.name, spec)
+            amend_record(record.name, spec=spec.model_dump())
             raise
         try:
             _await_replicas(record.name, replicas, spec.tp_size, progress, timeout_s)
@@ -77,12 +76,6 @@ def _refuse_after_a_stop(name: str) -> None:
             "replica before another one: `overstory restart` (the old settings, or a better file), "
             "then scale"
         )
-
-
-def _remember(name: str, spec: DeploymentSpec) -> None:
-    with changing_state() as state:
-        record = state.deployments[name]
-        state.deployments[name] = dataclasses.replace(record, spec=spec.model_dump())
 
 
 def _await_replicas(

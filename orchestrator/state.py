@@ -114,6 +114,12 @@ def _unusable(path: Path, error: OSError) -> StateError:
     )
 
 
+def amend_record(name: str, **changes: Any) -> None:
+    """Notes other values of a deployment's record; raises as `changing_state`."""
+    with changing_state() as state:
+        state.deployments[name] = dataclasses.replace(state.deployments[name], **changes)
+
+
 @contextlib.contextmanager
 def changing_state(path: Path | None = None) -> Iterator[State]:
     """The state to change; written when the block ends without an exception. One writer at once.
