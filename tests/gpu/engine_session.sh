@@ -14,7 +14,7 @@
 # `leases`, leases of 64 and of 500 steps against none, and what their parts cost, for all the time there is.
 # ENGINE_SESSION_TOY=1 rehearses `pairs`, `host` and `leases` on a CPU. Into OUT:
 #   summary.txt   how each ended, what engine_compare.py says, then engine_table.py's tables of speeds and acceptance
-#   speeds.csv, speeds.svg  the same, where roles were asked for that time them (ENGINE_SESSION_COMMIT names the commit
+#   speeds.csv, speeds.svg  the same, where roles were asked for that time them (OVERSTORY_COMMIT names the commit
 #                 of a checkout without its history)
 #   results.json  all results; bench.jsonl the speeds alone, one a line as they came
 #   logs.txt      the end of every role's output; build.txt  machine and build

@@ -3,7 +3,7 @@
 engine_table.py RESULTS CSV SVG [GPU VERSIONS COMMIT]
 
 The last three are those of this machine and checkout if left out; a checkout without its history
-has no commit, then ENGINE_SESSION_COMMIT is taken.
+has no commit, then OVERSTORY_COMMIT is taken.
 
 Columns are those of `overstory bench --csv` as far as they exist here (nobody leaves early).
 `ttft_ms` is the engine's own: nothing passes HTTP, and the prompt is in the prefix cache after the
@@ -28,6 +28,7 @@ from typing import Any
 
 from engine_plot import write_plot
 
+from overstory.kernels.bench.results import COMMIT_VARIABLE
 from overstory.orchestrator.bench_files import made_with
 from overstory.orchestrator.host_facts import host_facts
 
@@ -189,7 +190,7 @@ def _of_run(given: Sequence[str]) -> dict[str, str]:
     if given:
         return dict(zip(("gpu", "versions", "commit"), given, strict=True))
     found = made_with(host_facts())
-    return found | {"commit": found["commit"] or os.environ.get("ENGINE_SESSION_COMMIT", "")}
+    return found | {"commit": found["commit"] or os.environ.get(COMMIT_VARIABLE, "")}
 
 
 def main() -> None:

@@ -126,7 +126,7 @@ def test_a_checkout_without_history_is_named_by_who_starts_the_session(
 ) -> None:
     host = {"gpus": ["NVIDIA H200, 580"], "versions": {"torch": "2.11.0"}, "commit": None}
     monkeypatch.setattr(engine_table, "host_facts", lambda: host)
-    monkeypatch.setenv("ENGINE_SESSION_COMMIT", "abc1234")
+    monkeypatch.setenv("OVERSTORY_COMMIT", "abc1234")
     line = _lines(results, tmp_path, monkeypatch)[0]
     assert (line["gpu"], line["versions"]) == ("NVIDIA H200, 580", "torch 2.11.0")
     assert line["commit"] == "abc1234"
