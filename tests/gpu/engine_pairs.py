@@ -434,8 +434,8 @@ class Watch:
     def __init__(self, engine: Any) -> None:
         self._chooser = engine.scheduler.draft_worker.chooser
         self._own, self._spent = OwnWork(self._chooser), Spent()
-        steering, chooser = self._chooser._auto.steering, self._chooser
-        chooser._looked_at = self._spent.wrapped("looks", chooser._looked_at)
+        steering = self._chooser._auto.steering
+        self._chooser._looked_at = self._spent.wrapped("looks", self._chooser._looked_at)
         steering.next_beliefs = self._spent.wrapped("beliefs", steering.next_beliefs)
         self._timed: list[tuple[int, int, int, float]] = []
         given = steering.observe_period
