@@ -130,7 +130,7 @@ def run(
         else:
             took = world.beside(expected)
             if [d.option for d in decisions[-2:]] == [decision.option] * 2:
-                steering.observe_period(decision.option, shape, took)
+                steering.observe_periods(decision.option, shape, [took])
         world.microseconds += took
         walk = world.walk(decision.option)
         if walk is not None:

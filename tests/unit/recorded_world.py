@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
 
-from overstory.workers.policy.choice import PROBE_RUN, Decision, Shape
+from overstory.workers.policy.choice import Decision, Shape
 from overstory.workers.policy.chooser import (
     OBSERVED,
     OBSERVED_EVERY_NS,
@@ -183,7 +183,7 @@ class Rule:
         steering, option = self._auto.steering, decision.option
         assert steering is not None
         if self._last == (option, shape.batch):
-            steering.observe_period(option, shape, round(took_us))
+            steering.observe_periods(option, shape, [round(took_us)])
         self._last = option, shape.batch
         self._now += took_us
         if option == PLAIN or not self._to_be_counted(decision):
@@ -198,7 +198,7 @@ class Rule:
         if decision.why == "unknown":
             return True
         if decision.why == "probe":
-            return self._auto.since in (0, PROBE_RUN - 1)
+            return self._auto.since in (0, self._auto.beliefs.probe_steps - 1)
         late = self._now - self._counted >= OBSERVED_EVERY_NS / 1000
         if self._steps % OBSERVED_STEPS == 1 and late:
             self._counted = self._now

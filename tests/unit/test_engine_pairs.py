@@ -281,7 +281,7 @@ def test_what_the_rule_believed_and_timed_is_told_shape_by_shape() -> None:
         auto.steering.observe(GREEDY, Walk([-1, 0, 1], [-1, 0, 0], [1, 2], 3, True))
     begun = time.perf_counter()
     for took in (21_000, 22_000, 23_000):
-        auto.steering.observe_period(1, now, took)
+        auto.steering.observe_periods(1, now, [took])
     auto.steering.next_beliefs(16, now, NUMBERS, 0)
     told = watch.about()
     assert [row[:3] for row in told["timed"]] == [(1, 1, us) for us in (21_000, 22_000, 23_000)]

@@ -165,7 +165,7 @@ def test_the_whole_batch_counts() -> None:
 def test_a_bound_holds_for_probes_too() -> None:
     """Beliefs may order what the bound or the price forbids by now: the best one runs instead."""
     table, shape = _table(COSTS), Shape((2, 0), 0, 300)
-    ordered = replace(_beliefs(GREEDY, SAMPLED), probe=1 + NUMBERS[-1])
+    ordered = replace(_beliefs(GREEDY, SAMPLED), probe=1 + NUMBERS[-1], probe_steps=PROBE_RUN)
     assert decide(table, ordered, shape, NUMBERS, 0, 0) == Decision(NUMBERS[-1], "probe")
     assert decide(table, ordered, shape, NUMBERS, 0, PROBE_RUN).why == "best"
     assert decide(table, ordered, shape, OPTIONS.allowed(7), 0, 0) == Decision(CHAIN, "best")

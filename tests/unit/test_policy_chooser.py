@@ -31,7 +31,7 @@ from overstory.workers.policy.chooser import (
 )
 from overstory.workers.policy.cost_table import CostTable
 from overstory.workers.policy.evidence import Walk
-from overstory.workers.policy.launches import APART_NS, WORKED
+from overstory.workers.policy.launches import APART_NS, INTERRUPTED
 from overstory.workers.policy.options import CHAIN, PLAIN
 from overstory.workers.policy.steering import Steering
 from overstory.workers.tree_policy import parse_policy
@@ -71,7 +71,8 @@ def what_comes(
     at_hand, length = reqs[:1], 100
     for _ in range(steps):
         what = dice.choice(["reqs", "ends", "prefill", "rule", *["same"] * same])
-        length = length + 7 if length < 3000 else 100
+        # From one end of a grain to the other, then to a place that no choice made here stands at.
+        length = {499: 1600, 2041: 100}.get(length, length + 7)
         if what == "reqs":
             some = reqs[: dice.choice((3, 4, len(reqs)))] if dice.random() < 0.5 else reqs[3:]
             at_hand = dice.sample(some, dice.randint(1, min(len(some), 16)))
@@ -265,7 +266,8 @@ def test_requests_that_join_are_looked_at_where_they_may_change_what_is_best() -
         assert not joined_by(req())
         assert not looks
         assert one._run is not None, "timed again"
-        assert one._run.marks[1:] == [WORKED], "its first step is not timed"
+        assert one._run.marks[-2] == INTERRUPTED < one._run.marks[-1], "its first step is not timed"
+        assert one._run.visited is False, "and it goes on"
     assert not joined_by(req(), req(), left=2)
     assert joined_by(req(), req()), "one more than the choice was for"
     assert joined_by(req(40)), "of another kind"
@@ -338,7 +340,7 @@ def test_probes_last_as_long_as_they_should(monkeypatch: pytest.MonkeyPatch) -> 
         walk = world.walk(NUMBERS[-1])
         assert walk is not None
         one._auto.steering.observe(0, walk)
-    monkeypatch.setattr(one._auto.steering, "_probe", lambda *_: 1 + PLAIN)
+    monkeypatch.setattr(one._auto.steering, "_probe", lambda *_: (1 + PLAIN, PROBE_RUN))
     names = [str(one.next(batch(req()))[0]) for _ in range(chooser.SYNC_STEPS)]
     assert names[:5] == ["plain"] * 5
     assert "plain" not in names[5:]
@@ -356,9 +358,10 @@ def timed(
     seen: list[tuple[int, int, int, int]] = []
     monkeypatch.setattr(
         auto.steering,
-        "observe_period",
-        lambda option, shape, took: seen.append(
-            (option, shape.batch, table_of().cost(option, shape.batch, shape.context), took)
+        "observe_periods",
+        lambda option, shape, took: seen.extend(
+            (option, shape.batch, table_of().cost(option, shape.batch, shape.context), us)
+            for us in took
         ),
     )
     coming, now = iter(decisions), [1_000_000]
@@ -390,10 +393,10 @@ def test_steps_around_a_visit_are_timed(monkeypatch: pytest.MonkeyPatch) -> None
         one.next(batch(alone))
         now[0] += number * 1000
     chain, plain = (table_of().cost(option, 1, 0) for option in (CHAIN, PLAIN))
-    before = [(CHAIN, 1, chain, took) for took in range(11, 17)]
-    tried = [(PLAIN, 1, plain, took) for took in range(18, 24)]
-    after = [(CHAIN, 1, chain, took) for took in range(34, 40)]
-    assert seen == before + tried + after
+    before = [(CHAIN, 1, chain, took) for took in range(2, 17)]
+    tried = [(PLAIN, 1, plain, took) for took in range(18, 33)]
+    after = [(CHAIN, 1, chain, took) for took in range(34, 49)]
+    assert seen == before + tried + after, "after what did not run before, or with the rule's work"
 
 
 def test_what_runs_of_steps_tell_ends_with_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,7 +430,7 @@ def test_a_step_in_which_requests_ended_is_not_timed(monkeypatch: pytest.MonkeyP
 def test_a_visit_tells_what_it_can_before_requests_end(
     ended: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A look would tell of it, and there is none while a batch shrinks."""
+    """The next look tells of it, though the batch is a smaller one by then."""
     beliefs = Beliefs.none(len(OPTIONS), places_of(table_of()))
     one, now, seen = timed(monkeypatch, [PLAIN, CHAIN, PLAIN], beliefs)
     reqs = [req() for _ in range(16)]
@@ -439,8 +442,8 @@ def test_a_visit_tells_what_it_can_before_requests_end(
             one._held = None
         one.next(batch(*(reqs[1:] if number > ended else reqs)))
         now[0] += 1_000_000 * (1 + number)
-    told = [3000, 4000, 5000, 6000, 7000, 8000]
-    assert [us for *_, us in seen] == told[: ended - 2], "not that they ended in, nor those after"
+    told = [1000 * (1 + number) for number in range(2, ended)]
+    assert [us for *_, us in seen] == told, "not that they ended in, nor those after"
 
 
 def test_what_is_told_of_steps_is_of_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -579,7 +582,7 @@ def test_nothing_is_visited_before_there_are_steps_to_compare_to() -> None:
     assert steady_after(prefills) == [0, 16, 32]
     assert steady_after(waits) == [0, 16, 7], "no request for seconds"
     assert steady_after(runs_another) == [0, 16, 7]
-    assert steady_after(ends) == [0, 16, 1], "fewer than at the look, so not timed until the next"
+    assert steady_after(ends) == [0, 16, 26], "fewer than at the look, so not timed until the next"
 
 
 def test_prefills_alone_are_not_noted_for_ever() -> None:
@@ -624,7 +627,14 @@ def test_each_step_is_chosen_by_the_beliefs_it_has(monkeypatch: pytest.MonkeyPat
     nothing = Beliefs.none(len(OPTIONS), places_of(table_of()))
     good, even = (ONE, 5200, 4200, 5600, 5700, 6000), (ONE, 2200, 2103, 2250, 2250, 2250)
     held = [
-        replace(nothing, version=number, tokens=(tokens, tokens), known=(1, 1), probe=probe)
+        replace(
+            nothing,
+            version=number,
+            tokens=(tokens, tokens),
+            known=(1, 1),
+            probe=probe,
+            probe_steps=PROBE_RUN,
+        )
         for number, (tokens, probe) in enumerate(
             [(good, 0), (even, 0), (even, 1 + PLAIN), (even, 0), ((ONE,) * len(OPTIONS), 0)]
         )
@@ -694,6 +704,7 @@ def test_a_step_that_is_not_looked_at_is_what_a_look_would_give(
             tokens=(good, good[::-1]),
             known=(1, 1),
             probe=dice.choice([0, 0, 1 + dice.choice(NUMBERS)]),
+            probe_steps=dice.choice([5, 15, 16, 40]),
             holds=dice.choice([1, 2, 8]),
         )
 
@@ -807,3 +818,22 @@ def test_a_bound_holds_from_the_next_step_on(monkeypatch: pytest.MonkeyPatch) ->
         names.append(str(policy))
     wanted = ["tree-8", "tree-8", "tree-4", "tree-4", "chain", "tree-31", "plain", "tree-8"]
     assert names == wanted
+
+
+def test_steps_of_a_batch_are_timed_on_both_sides_of_one_that_is_smaller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One ends, and another is prefilled two steps later: a visit of many steps meets that where
+    there are many requests, and what it told was lost."""
+    beliefs = Beliefs.none(len(OPTIONS), places_of(table_of()))
+    one, now, seen = timed(monkeypatch, [PLAIN, CHAIN, PLAIN], beliefs)
+    reqs = [req() for _ in range(16)]
+    for number in range(14):
+        if number in (1, 13):
+            one._held = None
+        if number == 7:
+            one.interrupted()
+        one.next(batch(*(reqs[1:] if number in (5, 6) else reqs)))
+        now[0] += 1_000_000 * (1 + number)
+    told = [3000, 4000, 9000, 10_000, 11_000, 12_000, 13_000]
+    assert [(size, us) for _, size, _, us in seen] == [(16, us) for us in told]

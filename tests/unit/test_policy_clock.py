@@ -27,7 +27,7 @@ def told(device: Sequence[int], ran: Sequence[tuple[int, int]]) -> Periods:
     """After steps of (option, microseconds), one after the other, and what the clock said."""
     periods = Periods([COSTS, COSTS], 1)
     for option, took in ran:
-        periods.add(0, option, COSTS, took)
+        periods.add(0, option, COSTS, [took])
     for option, took in enumerate(device):
         for _ in range(WORK_LEAST):
             periods.add_device(0, option, COSTS, took)
@@ -71,7 +71,7 @@ def test_the_table_counts_until_the_clock_is_known() -> None:
     assert relative(told([], few))[2] > 1.1
     periods = Periods([COSTS, COSTS], 1)
     for _ in range(STEPS_LEAST):
-        periods.add(0, 1, COSTS, 600)
+        periods.add(0, 1, COSTS, [600])
     for option in (1, 2):
         for _ in range(WORK_LEAST - 1):
             periods.add_device(0, option, COSTS, 450)
@@ -112,7 +112,7 @@ def test_a_place_whose_steps_were_never_timed() -> None:
     """Its work is read with the walks, its steps only beside a visit: it is like another place."""
     periods = Periods([COSTS, COSTS], 1)
     for _ in range(STEPS_LEAST):
-        periods.add(0, 1, COSTS, 600)
+        periods.add(0, 1, COSTS, [600])
     for _ in range(WORK_LEAST):
         periods.add_device(1, 1, COSTS, 450)
     for _ in range(2):
@@ -145,7 +145,7 @@ def clocks(work: Sequence[int], ran: Sequence[tuple[int, int]], costs: Sequence[
     """As `told`, of one place alone."""
     known = Clocks()
     for option, took in ran:
-        known.add_step(option, costs[option], took)
+        known.add_steps(option, costs[option], [took])
     for option, took in enumerate(work):
         for _ in range(WORK_LEAST):
             known.add_work(option, costs[option], took)
@@ -173,7 +173,7 @@ def test_it_goes_by_the_newest_steps_of_what_runs() -> None:
     chain_us = (100 * 800 + 30 * 500) / 130
     assert more[1].log == pytest.approx(math.log(chain_us / 950)), "the tree's by the chain's"
     for _ in range(STEPS_KEPT):
-        visited.add_step(1, COSTS[1], 1000)
+        visited.add_steps(1, COSTS[1], [1000])
     assert visited.relative_to(3, COSTS)[1].log == pytest.approx(0.0), "the host's pace by now"
 
 

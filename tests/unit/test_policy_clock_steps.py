@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ from policy_world import OPTIONS, automatic_policy, table_of
 from test_policy_chooser import FakeRanks, batch, req, what_comes
 
 from overstory.workers.policy import chooser
-from overstory.workers.policy.chooser import PROBE_RUN, StepChooser, Told, Walks
+from overstory.workers.policy.choice import PROBE_RUN
+from overstory.workers.policy.chooser import StepChooser, Told, Walks
 from overstory.workers.policy.clocks import WORK_LEAST
 from overstory.workers.policy.options import CHAIN
 
@@ -110,6 +112,7 @@ def test_a_visit_reads_the_clock_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         assert one._auto is not None
         one.next(at_hand)
         assert one._last is not None
+        one._auto.beliefs = replace(one._auto.beliefs, probe_steps=PROBE_RUN)
         one._last, one._auto.since = one._last._replace(decision=tried), since
         counted.append(one._to_be_counted(one._auto))
     assert counted == [True, *[False] * (PROBE_RUN - 2), True]

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import pytest
 
-from overstory.workers.policy.choice import Shape
+from overstory.workers.policy.choice import LONGEST_PROBE, Shape
 from overstory.workers.policy.compared import BESIDE
 from overstory.workers.policy.launches import (
     APART_NS,
@@ -64,12 +64,12 @@ def test_a_loop_that_waited_is_no_steps_time() -> None:
 
 
 def test_first_steps_are_told_of_after_a_visit_and_last_ones_before() -> None:
-    steps = [100 * MS + number * MS for number in range(BESIDE + 4)]
+    steps = [100 * MS + number * MS for number in range(LONGEST_PROBE + 4)]
     *marks, now = launches(*steps)
     us = [ns // 1000 for ns in steps[1:]]
     assert run_of(*marks).looked_at(now, False) == []
     assert run_of(*marks).looked_at(now, True) == us[-BESIDE:]
-    assert run_of(*marks, visited=True).looked_at(now, False) == us[:BESIDE]
+    assert run_of(*marks, visited=True).looked_at(now, False) == us[:LONGEST_PROBE]
     assert run_of(*marks, visited=True).looked_at(now, True) == us, "each once"
     assert run_of(1, 2, 3, visited=True).looked_at(4, False) == [1, 1], "no step takes nothing"
 
@@ -77,14 +77,17 @@ def test_first_steps_are_told_of_after_a_visit_and_last_ones_before() -> None:
 def test_the_first_steps_of_a_run_are_told_of_once_however_often_it_is_looked_at() -> None:
     run = run_of(1, WORKED, visited=True)
     told = []
+    half = LONGEST_PROBE // 2
     for look in range(4):
         begin = run.marks[0]
-        *marks, now = launches(*[MS * (10 * look + step) for step in range(5, 9)], begin=begin)
+        took = [MS * (100 * look + step) for step in range(5, 6 + half)]
+        *marks, now = launches(*took, begin=begin)
         run.marks += marks[1:]
         told.append(run.looked_at(now, False))
         assert run.marks == [now, WORKED], "the look falls into the step that begins"
-    assert told == [[6000, 7000, 8000], [16000, 17000, 18000], [], []]
-    assert run.told == BESIDE
+    first = [1000 * step for step in range(6, 6 + half)]
+    assert told == [first, [100_000 + us for us in first], [], []]
+    assert run.told == LONGEST_PROBE
 
 
 def test_steps_far_apart_are_not_compared() -> None:

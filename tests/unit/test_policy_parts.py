@@ -15,7 +15,7 @@ from overstory.workers.policy import OPT_OUT, chooser
 from overstory.workers.policy.beliefs import GREEDY, ONE, Beliefs
 from overstory.workers.policy.choice import Decision, Shape, choose, place_of, places_of, step_us
 from overstory.workers.policy.chooser import StepChooser, shape_of
-from overstory.workers.policy.compared import BESIDE
+from overstory.workers.policy.compared import NEAR
 from overstory.workers.policy.cost_table import DRAFTS_IN_PARTS, IN_PARTS, WHOLE, CostTable
 from overstory.workers.policy.options import CHAIN, PLAIN
 from overstory.workers.policy.periods import Periods
@@ -100,8 +100,8 @@ def test_what_is_learnt_of_one_way_says_nothing_of_the_other() -> None:
     def steps(shape: Shape, slower: float) -> None:
         for option in (PLAIN, CHAIN, PLAIN, NUMBERS[-1], PLAIN):
             expected = table.cost(option, 1, 256, launch=shape.launch)
-            for _ in range(BESIDE):
-                steering.observe_period(option, shape, round(expected * slower))
+            for _ in range(NEAR):
+                steering.observe_periods(option, shape, [round(expected * slower)])
 
     steps(whole, 1.0)
     believed = steering.next_beliefs(16, whole, NUMBERS, PLAIN)
@@ -122,8 +122,8 @@ def test_a_place_without_steps_follows_one_where_they_run_alike() -> None:
     """Two batches; whole, drafts in parts, in parts, greedy and sampled each."""
     periods = Periods([[100, 200]] * 12, batches=2)
     for place, took in ((0, 150), (9, 500)):
-        for _ in range(BESIDE):
-            periods.add(place, 0, (100, 200), took)
+        for _ in range(NEAR):
+            periods.add(place, 0, (100, 200), [took])
         periods.overheads()
     rows = periods.overheads()
     assert rows is not None
@@ -149,9 +149,10 @@ def test_launches_of_both_ways_are_not_compared(
     seen: list[tuple[int, int]] = []
     monkeypatch.setattr(
         one._auto.steering,
-        "observe_period",
-        lambda option, shape, _took: seen.append(
+        "observe_periods",
+        lambda option, shape, took: seen.extend(
             (shape.launch, _table().cost(option, shape.batch, shape.context, launch=shape.launch))
+            for _ in took
         ),
     )
     monkeypatch.setattr(steering, "announced", True)

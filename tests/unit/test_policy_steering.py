@@ -25,7 +25,7 @@ from policy_world import (
 
 from overstory.workers.policy.beliefs import GREEDY, NO_PROBE, ONE, SAMPLED
 from overstory.workers.policy.choice import PROBE_RUN, Shape, best_of, decide, rates
-from overstory.workers.policy.compared import BESIDE, KEPT, LEAST, Compared, Known
+from overstory.workers.policy.compared import KEPT, LEAST, NEAR, Compared, Known
 from overstory.workers.policy.evidence import FADE_STEPS, KindEvidence, Share, Walk
 from overstory.workers.policy.options import CHAIN, PLAIN
 from overstory.workers.policy.periods import DOUBT, HIDDEN, NOISE_WORTH, Periods
@@ -318,8 +318,8 @@ def test_options_that_were_not_timed_are_not_taken_for_the_best() -> None:
     periods = Periods([*costs, *costs], batches=2)
     assert periods.overheads() is None
     assert periods.seen(0, 1), "nothing is timed in this way"
-    for _ in range(BESIDE):
-        periods.add(0, 1, costs[0], 290)
+    for _ in range(NEAR):
+        periods.add(0, 1, costs[0], [290])
     rows = periods.overheads()
     assert rows is not None
     doubt = math.exp(DOUBT)
@@ -334,8 +334,8 @@ def test_options_that_were_not_timed_are_not_taken_for_the_best() -> None:
     assert [periods.seen(0, option) for option in range(3)] == [False, True, False]
     for _ in range(2 * NOISE_WORTH):
         for option, took in ((2, 435), (1, 290)):
-            for _ in range(BESIDE):
-                periods.add(0, option, costs[0], took)
+            for _ in range(NEAR):
+                periods.add(0, option, costs[0], [took])
     rows = periods.overheads()
     assert rows is not None
     assert (300 + rows[0][2]) / (200 + rows[0][1]) == pytest.approx(435 / 290, rel=0.02)
@@ -351,11 +351,11 @@ def test_what_the_host_hides_is_not_charged_to_larger_trees() -> None:
     periods = Periods([costs] * 2, batches=1)
     for number in range(12):  # greedy texts: how noisy the host is
         for option, took in ((4, 1750), (5, 1700 + number % 3 * 300), (4, 1750)):
-            for _ in range(BESIDE):
-                periods.add(0, option, costs, took)
+            for _ in range(NEAR):
+                periods.add(0, option, costs, [took])
     for option, took in ((4, 1750), (6, 2170), (4, 1750)):
-        for _ in range(BESIDE):
-            periods.add(0, option, costs, took)
+        for _ in range(NEAR):
+            periods.add(0, option, costs, [took])
     rows = periods.overheads()
     assert rows is not None
     believed = [cost + more for cost, more in zip(costs, rows[0], strict=True)]
@@ -363,8 +363,8 @@ def test_what_the_host_hides_is_not_charged_to_larger_trees() -> None:
     assert periods.off(0, 6) > 0.03, "it may well be the best one"
     for _ in range(2 * KEPT):
         for option, took in ((6, 1800), (4, 1750)):
-            for _ in range(BESIDE):
-                periods.add(0, option, costs, took)
+            for _ in range(NEAR):
+                periods.add(0, option, costs, [took])
     rows = periods.overheads()
     assert rows is not None
     assert (1058 + rows[0][6]) / (738 + rows[0][4]) == pytest.approx(1.03, abs=0.01)
@@ -379,7 +379,7 @@ def test_a_stretch_in_which_all_is_slow_says_nothing_of_options() -> None:
         slow = 2 if stretch % 2 else 1
         for step in range(60):
             option = (1 if slow == 2 else 2) if 40 <= step < 44 else 0
-            periods.add(0, option, costs, slow * (100 if option == 0 else 130))
+            periods.add(0, option, costs, [slow * (100 if option == 0 else 130)])
     plain, one, two = periods.overheads()[0]  # type: ignore[index]
     assert (100 + one) / (100 + plain) == pytest.approx(1.3, abs=0.02)
     assert (100 + two) / (100 + plain) == pytest.approx(1.3, abs=0.02)
@@ -398,9 +398,9 @@ def told(compared: Compared, *options: int) -> list[float]:
 def test_nothing_is_learnt_where_a_stretch_begins() -> None:
     compared = Compared()
 
-    def steps(option: int, took: float, count: int = BESIDE) -> None:
+    def steps(option: int, took: float, count: int = NEAR) -> None:
         for _ in range(count):
-            compared.add(option, took)
+            compared.add(option, [took])
 
     steps(0, 1.0)
     steps(1, 1.5, LEAST)
@@ -420,7 +420,7 @@ def test_either_of_two_options_tells_of_the_other() -> None:
 
     def steps(option: int, took: float, count: int) -> None:
         for _ in range(count):
-            compared.add(option, took)
+            compared.add(option, [took])
 
     steps(0, 1.0, 20)
     steps(1, 0.9, 20)
@@ -439,8 +439,8 @@ def test_options_are_known_through_others() -> None:
     """2 was compared to 1 alone and 1 to what runs; how far off is known of both."""
     compared = Compared()
     for option, took in ((2, 0.3), (1, 0.2), (2, 0.3), (1, 0.2), (0, 0.0), (1, 0.2), (0, 0.0)):
-        for _ in range(BESIDE):
-            compared.add(option, took)
+        for _ in range(NEAR):
+            compared.add(option, [took])
     known = compared.known(UNKNOWN, 0.05)
     assert [known[o].log for o in range(3)] == pytest.approx([0.0, 0.2, 0.3], abs=0.01)
     assert known[2].off == 0.0 < known[1].off < known[0].off < known[3].off, "2 ran first"
@@ -449,8 +449,8 @@ def test_options_are_known_through_others() -> None:
 def test_comparisons_outweigh_what_was_expected_and_few_noisy_ones_do_not() -> None:
     compared, expected = Compared(), [Known(0.0, 0.03), Known(0.0, 0.03)]
     for option, took in ((0, 0.0), (1, 0.3), (0, 0.0)):
-        for _ in range(BESIDE):
-            compared.add(option, took)
+        for _ in range(NEAR):
+            compared.add(option, [took])
     assert compared.known(expected, 0.3)[1].log < 0.03
     assert compared.known(expected, 0.01)[1].log > 0.27
     wrong = [Known(0.0, 0.03), Known(3.0, 0.03)]  # a table that is wrong by 20 times
@@ -492,7 +492,7 @@ def test_a_table_that_says_too_much_leaves_short_steps_some_time() -> None:
     costs = [6000, 20_000, 30_000]
     periods = Periods([costs] * 2, 1)
     for _ in range(LEAST):
-        periods.add(0, 1, costs, 8000)
+        periods.add(0, 1, costs, [8000])
     overheads = periods.overheads()
     assert overheads is not None
     doubt = math.exp(DOUBT)
@@ -510,7 +510,7 @@ def test_something_is_tried_also_where_nothing_can_be_compared_to_what_was_seen(
         assert walk is not None
         steering.observe(GREEDY, walk)
     for _ in range(LEAST):
-        steering.observe_period(TREE_31, shape, 90_000)
+        steering.observe_periods(TREE_31, shape, [90_000])
     assert steering.next_beliefs(64, shape, NUMBERS, PLAIN).probe == NO_PROBE
     assert steering.announced, "so that the steps before it are timed"
     believed = steering.next_beliefs(64, shape, NUMBERS, PLAIN)

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from overstory.workers.policy.visits import BOLD, LOSS, REST, STEPS, YOUNG, Price, Visits, interval
+from overstory.workers.policy.choice import LONGEST_PROBE, PROBE_RUN
+from overstory.workers.policy.visits import (
+    BOLD,
+    LOSS,
+    REST,
+    STEPS,
+    YOUNG,
+    Price,
+    Visits,
+    interval,
+    run_of,
+)
 
 CHEAP, DEAR = Price(0.99, 5.0), Price(0.6, 20.0)
 
@@ -26,10 +37,32 @@ def test_what_no_comparison_has_told_of_is_visited_soon() -> None:
 def test_what_visits_cannot_tell_of_is_visited_less_and_less() -> None:
     """It was visited every 32 steps for ever, where batches shrink too soon."""
     unknown = Price(0.9, 5.0, known=False)
-    waits = [interval(unknown, visits) for visits in range(10)]
+    waits = [interval(unknown, YOUNG + visits) for visits in range(10)]
     assert waits[:8] == [STEPS[0] / 2 * 2**visits for visits in range(8)]
     assert waits[8:] == [STEPS[1]] * 2
+    young = [interval(unknown, visits) for visits in range(YOUNG)]
+    assert young == [STEPS[0] / 2] * YOUNG, "steps around one may have differed by accident"
     assert interval(unknown, 100_000) == STEPS[1], "an engine that decodes for days"
+
+
+def test_a_visit_lasts_until_it_has_cost_what_the_host_does_for_it() -> None:
+    assert run_of(2.0, 0.1, True) == 20
+    assert run_of(2.0, 0.07, True) == 28, "no more than that"
+    assert run_of(2.0, 0.5, True) == run_of(2.0, 3.0, True) == PROBE_RUN
+    assert run_of(0.05, 0.02, True) == PROBE_RUN, "long steps"
+    assert run_of(2.0, 0.001, True) == run_of(2.0, 0.0, True) == LONGEST_PROBE
+    assert run_of(2.0, 0.1, False) == PROBE_RUN, "what is lost is not known"
+
+
+def test_first_visits_are_short() -> None:
+    visits, prices = Visits(2, 2), {1: CHEAP}
+    for _ in range(YOUNG):
+        assert not visits.some(0, 1)
+        visits.pass_steps(0, STEPS[1])
+        visits.look(0, 0, prices)
+        assert visits.due(0) == 1
+    assert visits.some(0, 1)
+    assert not visits.some(1, 1), "another place"
 
 
 def test_first_visits_come_sooner_where_not_much_is_lost() -> None:

@@ -39,6 +39,7 @@ class Beliefs:
         probe: 1 + the option that the next steps are to try, whatever is best; or `NO_PROBE`.
         factors: by option, thousandths of the table's cost that steps have taken lately.
         holds: for how many times `chooser.SYNC_STEPS` steps they are in force.
+        probe_steps: so many of the first of them try it.
     """
 
     version: int
@@ -49,6 +50,7 @@ class Beliefs:
     drafter: int = ON
     probe: int = NO_PROBE
     holds: int = 1
+    probe_steps: int = 0
 
     @classmethod
     def none(cls, options: int, places: int) -> Beliefs:
@@ -59,16 +61,26 @@ class Beliefs:
     def to_ints(self) -> list[int]:
         """For a broadcast; `from_ints` reads it. The length depends on the numbers of options and
         places alone."""
-        numbers = (self.version, self.drafter, self.probe, self.holds)
+        numbers = (self.version, self.drafter, self.probe, self.holds, self.probe_steps)
         return list(chain(numbers, self.known, self.factors, *self.tokens, *self.overhead_us))
 
     @classmethod
     def from_ints(cls, values: Sequence[int], options: int) -> Beliefs:
         """Beliefs from what `to_ints` gave."""
-        version, drafter, probe, holds, *rest = values
+        version, drafter, probe, holds, probe_steps, *rest = values
         known, rest = rest[:KINDS], rest[KINDS:]
         factors, rest = rest[:options], rest[options:]
         tokens = tuple(tuple(rest[k * options : (k + 1) * options]) for k in range(KINDS))
         rest = rest[KINDS * options :]
         overhead = tuple(tuple(rest[b : b + options]) for b in range(0, len(rest), options))
-        return cls(version, tokens, tuple(known), overhead, tuple(factors), drafter, probe, holds)
+        return cls(
+            version,
+            tokens,
+            tuple(known),
+            overhead,
+            tuple(factors),
+            drafter,
+            probe,
+            holds,
+            probe_steps,
+        )

@@ -31,8 +31,11 @@ MARGIN = 5
 """Thousandths by which another option must be better before it replaces the present one."""
 
 PROBE_RUN = 5
-"""Steps of a probe in a row: they are timed, a step by those of its kind before it and where the
-rule itself did nothing meanwhile, and one step's time may be an accident."""
+"""Fewest steps of a probe in a row: they are timed, a step by those of its kind before it and where
+the rule itself did nothing meanwhile, and one step's time may be an accident."""
+
+LONGEST_PROBE = 40
+"""Most of them."""
 
 PROBE_COST = 4
 """A step of a probe may cost at most this many plain steps."""
@@ -206,7 +209,7 @@ def decide(
     unknown = any(n and not known for n, known in zip(shape.drafting, beliefs.known, strict=True))
     if unknown:
         return Decision(probe_option(table, beliefs, shape, allowed), "unknown")
-    if beliefs.probe != NO_PROBE and since < PROBE_RUN:
+    if beliefs.probe != NO_PROBE and since < beliefs.probe_steps:
         tried = beliefs.probe - 1
         if tried in affordable(steps_us(table, beliefs, shape), allowed):
             return Decision(tried, "probe")

@@ -24,7 +24,6 @@ from overstory.workers import tree_policy
 from overstory.workers.policy import OPT_OUT
 from overstory.workers.policy.beliefs import GREEDY, KINDS, NO_PROBE, SAMPLED, Beliefs
 from overstory.workers.policy.choice import (
-    PROBE_RUN,
     Decision,
     Shape,
     costs_of,
@@ -366,16 +365,17 @@ class StepChooser:
     def next(self, batch: ScheduleBatch) -> tuple[TreePolicy, str]:
         """Policy of the step that now begins, and a text of what it was decided by, for digests."""
         auto, rule, held, last = self._auto, tree_policy.current(), self._held, self._last
-        if auto is not None and held is not None and last is not None:
-            count = len(held.reqs)
-            if held.covers(rule, batch, auto.since + 1, self._parts):
-                auto.since += 1
-                if self._run is not None and not self._broken and len(held.reqs) == count:
-                    self._run.marks.append(time.perf_counter_ns())
-                    self._steady += 1
-                elif auto.steering is not None:
-                    self._begin_again(auto.steering, last, count, len(held.reqs))
-                return last.policy, last.told
+        if auto is None or held is None or last is None:
+            return self._looked_at(auto, rule, batch)
+        if held.covers(rule, batch, auto.since + 1, self._parts):
+            auto.since += 1
+            run, count = self._run, len(held.reqs)
+            if run is not None and not self._broken and run.shape.batch == count:
+                run.marks.append(time.perf_counter_ns())
+                self._steady += 1
+            elif auto.steering is not None:
+                self._begin_again(auto.steering, last, count)
+            return last.policy, last.told
         self._held = None
         return self._looked_at(auto, rule, batch)
 
@@ -405,16 +405,19 @@ class StepChooser:
         self._hold(auto, rule, batch, shape)
         return chosen.policy, chosen.told
 
-    def _begin_again(self, steering: Steering, last: _Choice, before: int, count: int) -> None:
-        """A step of ``count`` requests begins that is not looked at, where there were ``before``,
-        something came between, or nothing is timed."""
+    def _begin_again(self, steering: Steering, last: _Choice, count: int) -> None:
+        """A step of ``count`` requests begins that is not looked at, where something came between,
+        there are more or fewer than at the last look, or nothing is timed."""
         self._broken, now = False, time.perf_counter_ns()
-        if count != before or (self._run is not None and self._run.stands(now)):
+        if self._run is not None and self._run.stands(now):
             self._end_run(steering)
-        if self._run is not None:
+        if count != last.shape.batch:
+            # Not what steps of the batch take; what ended is put away within the last one's time.
+            self._interrupt()
+        elif self._run is not None:
             self._run.marks.append(now)
             self._steady += 1
-        elif count == last.shape.batch:
+        else:
             self._run = self._run_of(last.decision.option, last.shape, now)
             self._steady = 1
 
@@ -430,8 +433,8 @@ class StepChooser:
     def _hold(self, auto: _Auto, rule: AutoPolicy, batch: ScheduleBatch, shape: Shape) -> None:
         """Sets until when the next steps need not be looked at."""
         until = auto.due(shape)
-        if auto.beliefs.probe != NO_PROBE and auto.since < PROBE_RUN:
-            until = PROBE_RUN
+        if auto.beliefs.probe != NO_PROBE and auto.since < auto.beliefs.probe_steps:
+            until = min(until, auto.beliefs.probe_steps)
         if auto.since + 1 >= until:
             return
         reqs = list(batch.reqs)
@@ -457,6 +460,9 @@ class StepChooser:
         """Something else than a decode step comes next: the time that passes is not a step's."""
         self._ended = self._begun = self._shape = None
         self._broken = True
+        self._interrupt()
+
+    def _interrupt(self) -> None:
         # Once: there may be no step for days, where answers are of one token.
         if self._run is not None and self._run.marks[-1] != INTERRUPTED:
             self._run.marks.append(INTERRUPTED)
@@ -507,7 +513,7 @@ class StepChooser:
         if why in ("unknown", "trial"):
             return True
         if why == "probe":  # its first step is not timed, and the last one is counted after it
-            return auto.since in (0, PROBE_RUN - 1)
+            return auto.since in (0, auto.beliefs.probe_steps - 1)
         if not self._settled:
             return self._turn % OBSERVED_STEPS == 0
         now = time.perf_counter_ns()
@@ -556,7 +562,7 @@ class StepChooser:
             auto.kept.clear()
         since = auto.since
         # The decision of an earlier step under these beliefs, where it is the same one.
-        key = (shape, auto.before, allowed, since < PROBE_RUN)
+        key = (shape, auto.before, allowed, since < auto.beliefs.probe_steps)
         decision = auto.kept.get(key)
         if decision is None:
             decision = decide(auto.table, auto.beliefs, shape, allowed, auto.before, since)
@@ -623,5 +629,6 @@ class StepChooser:
 
     def _tell(self, steering: Steering, run: Run, now: int, announced: bool) -> None:
         """The times of a run's steps, as `Run.looked_at` gives them."""
-        for took_us in run.looked_at(now, announced):
-            steering.observe_period(run.option, run.shape, took_us)
+        took = run.looked_at(now, announced)
+        if took:
+            steering.observe_periods(run.option, run.shape, took)

@@ -100,13 +100,14 @@ class Clocks:
         self._steps: dict[int, _Steps] = {}
         self._newest: deque[int] = deque(maxlen=STEPS_KEPT)
 
-    def add_step(self, option: int, cost: float, took_us: float) -> None:
-        """A step took so long from launch to launch where the table says ``cost``."""
+    def add_steps(self, option: int, cost: float, took_us: Sequence[float]) -> None:
+        """Steps took so long from launch to launch where the table says ``cost``."""
         steps = self._steps.get(option)
         if steps is None:
             steps = self._steps[option] = _Steps()
-        steps.add(cost, took_us)
-        self._newest.append(option)
+        for each in took_us:
+            steps.add(cost, each)
+        self._newest.extend([option] * len(took_us))
 
     def add_work(self, option: int, cost: float, took_us: float) -> None:
         """The work of a step took the device so long."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median_low
 
-from overstory.workers.policy.choice import Shape
+from overstory.workers.policy.choice import LONGEST_PROBE, Shape
 from overstory.workers.policy.compared import BESIDE
 
 WORKED = 0
@@ -25,7 +25,7 @@ LOOP_WAITED = 4
 """Where a step took more than so many times what steps around it did, the loop waited: for a lease,
 for a command at a boundary, or as it was paused."""
 
-READ = 8 * BESIDE
+READ = 3 * BESIDE
 """Marks that are read for the last `BESIDE` steps of a run, of some hundred: with what else is
 marked and steps that do not count."""
 
@@ -86,12 +86,12 @@ class Run:
 
     def looked_at(self, now: int, announced: bool) -> list[int]:
         """At a look, which begins a step ``now``: microseconds of the steps since the last one that
-        others may be compared to: the first of a run right after another option and, if a visit is
-        ``announced``, the last ones."""
+        others may be compared to: the first of a run right after another option (all of a visit)
+        and, if a visit is ``announced``, the last ones."""
         self.stood = self.stands(now)
         marks = [*self.marks, now]
         self.marks[:] = (now, WORKED)
-        wanted = BESIDE - self.told if self.visited else 0
+        wanted = LONGEST_PROBE - self.told if self.visited else 0
         if not wanted and not announced:
             return []
         if not wanted:  # the last ones alone

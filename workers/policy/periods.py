@@ -92,11 +92,12 @@ class Periods:
         self._changed: set[int] = set()
         self._turn = 0
 
-    def add(self, place: int, option: int, costs: Sequence[int], took_us: int) -> None:
-        """A step of ``option`` took so long from launch to launch; ``costs`` by option are the
-        table's for its batch."""
-        self._times[place].add(option, math.log(took_us / costs[option]))
-        self._clocks[place].add_step(option, costs[option], took_us)
+    def add(self, place: int, option: int, costs: Sequence[int], took_us: Sequence[int]) -> None:
+        """Steps of ``option`` in a row took so long from launch to launch, at least one; ``costs``
+        by option are the table's for their batch."""
+        cost = costs[option]
+        self._times[place].add(option, [math.log(us / cost) for us in took_us])
+        self._clocks[place].add_steps(option, cost, took_us)
         self._costs[place] = [*costs]
         self._changed.add(place)
 
@@ -113,6 +114,10 @@ class Periods:
         if here is None:
             return not any(self._places)
         return option in here.counts or option == here.base
+
+    def timed(self, place: int) -> bool:
+        """Whether steps are timed there from launch to launch."""
+        return self._places[place] is not None
 
     def off(self, place: int, option: int) -> float:
         """Logarithm by which what an option is taken to last may well be off; 0 where nothing is

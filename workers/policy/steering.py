@@ -7,6 +7,7 @@ import logging
 import math
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -21,7 +22,6 @@ from overstory.workers.policy.beliefs import (
     Beliefs,
 )
 from overstory.workers.policy.choice import (
-    PROBE_RUN,
     Rate,
     Shape,
     affordable,
@@ -31,13 +31,13 @@ from overstory.workers.policy.choice import (
     places_of,
     rates,
 )
-from overstory.workers.policy.compared import BESIDE
+from overstory.workers.policy.compared import BESIDE, NEAR, QUEUED
 from overstory.workers.policy.cost_table import CostTable
 from overstory.workers.policy.evidence import WANTED, KindEvidence, Share, Walk
 from overstory.workers.policy.options import Options
 from overstory.workers.policy.periods import Periods
 from overstory.workers.policy.step_times import StepTimes
-from overstory.workers.policy.visits import REST, Price, Visits
+from overstory.workers.policy.visits import REST, Price, Visits, run_of
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ VISIT_WORK_US = 1200
 to 0.8 ms each on an H200's host), looks, and the first step of another graph. That host takes 2 to
 3 ms for it; at 3,000 a table that is wrong is found out too late."""
 
-STEADY = BESIDE + 2
+STEADY = NEAR + 2
 """Steps that a batch must have been of its place for before something is tried."""
 
 SETTLED = 256
@@ -131,9 +131,9 @@ class Steering:
         with self._lock:
             self._overheads[self._table.nearest(batch)].append(microseconds)
 
-    def observe_period(self, option: int, shape: Shape, took_us: int) -> None:
-        """From one launch to the next, among others of the same option and ``shape``, it took so
-        long."""
+    def observe_periods(self, option: int, shape: Shape, took_us: Sequence[int]) -> None:
+        """From one launch to the next, of one option and ``shape`` in a row, it took so long; at
+        least one."""
         with self._lock:
             costs = costs_of(self._table, shape)
             self._periods.add(place_of(self._table, shape), option, costs, took_us)
@@ -183,14 +183,16 @@ class Steering:
                 self._times.factors(),
                 self._drafter,
             )
-            probe = self._probe(steps, believed, shape, allowed, before, period, steady)
+            probe, probed = self._probe(steps, believed, shape, allowed, before, period, steady)
             holds, able = 1, self._drafter == ON and self._all_known(shape)
             if able and probe == NO_PROBE:
                 most = min(HOLDS, HOLDS_US // (period * self._best_us))
                 holds = max(1, min(most, math.ceil(self._quiet / period)))
+            elif able:  # until as many of what runs have gone by as it is compared to
+                holds = math.ceil((probed + QUEUED + min(max(NEAR, probed), BESIDE)) / period)
             # Beliefs that are in force until a visit is due: no others come before it.
             self.announced = able and any(shape.drafting) and self._quiet <= holds * period
-            return replace(believed, probe=probe, holds=holds)
+            return replace(believed, probe=probe, holds=holds, probe_steps=probed)
 
     def report(self) -> dict[str, Any]:
         """For status, JSON-able: `drafter` (on, off, trial), `first_accepted`, `floor`,
@@ -224,15 +226,16 @@ class Steering:
         before: int,
         period: int,
         steady: int,
-    ) -> int:
-        """What the next steps are to try, if something has waited long enough for its price.
+    ) -> tuple[int, int]:
+        """What the next steps are to try, if something has waited long enough for its price, and
+        how many of them.
 
         A visit is `announced` with the beliefs before it, so that the steps right before it are
         told of, and no others: that costs the host something. Where the batch has just
         changed, as at the end of texts, it waits: its steps could not be compared.
         """
         if self._drafter != ON or not any(shape.drafting) or not self._all_known(shape):
-            return NO_PROBE
+            return NO_PROBE, 0
         place = place_of(self._table, shape)
         self._visits.pass_steps(place, steps)
         every = rates(self._table, beliefs, shape)
@@ -245,31 +248,31 @@ class Steering:
         # One of the two known relative to the others tells more; where there is none the two become
         # what others are compared to, or nothing would ever be found out.
         told = [option for option in options if known[best] or known[option]]
-        prices = {}
+        prices, runs = {}, {}
         for option in told if set(told) - {best} else options:
             slower = every[option].cost_us / good.cost_us
             share = every[option].tokens / good.tokens / slower
             work = VISIT_WORK_US / good.cost_us
+            seen = known[best] and known[option]
+            off = self._periods.off(place, option)
+            apart = math.hypot(off, self._periods.off(place, best))
+            longer = seen and self._periods.timed(place) and self._visits.some(place, option)
+            runs[option] = run_of(work, slower * (max(0.0, 1 - share) + apart), longer)
+            # What is smaller than what runs gives as many tokens as the walks of that say, and
+            # takes as long as the clock says: a visit tells little.
+            told_already = option < best and self._periods.clocked(place, option)
             prices[option] = Price(
-                share,
-                PROBE_RUN * slower,
-                known[best] and known[option],
-                work,
-                # What is smaller than what runs gives as many tokens as the walks of that say, and
-                # takes as long as the clock says: a visit tells little.
-                0.0
-                if option < best and self._periods.clocked(place, option)
-                else self._periods.off(place, option),
+                share, runs[option] * slower, seen, work, 0.0 if told_already else off
             )
         self._quiet = self._visits.look(place, best, prices)
         # A best option that is new has no steps yet that a visit could be compared to.
         ready = self.announced and best == before and steady >= STEADY
         tried = self._visits.due(place) if ready else None
         if tried is None:
-            return NO_PROBE
+            return NO_PROBE, 0
         self._quiet = self._visits.look(place, best, prices)
         self._probes += 1
-        return 1 + tried
+        return 1 + tried, runs[tried]
 
     def settled(self, shape: Shape) -> bool:
         """Whether much is known of the kinds of requests at hand, so that few of their walks need

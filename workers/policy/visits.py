@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from overstory.workers.policy.choice import LONGEST_PROBE, PROBE_RUN
+
 LOSS = 0.7
 """Thousandths of the tokens that trying one option may cost on average."""
 
@@ -63,14 +65,25 @@ class Price:
     off: float = 0.0
 
 
+def run_of(work: float, lost: float, compared: bool) -> int:
+    """How many steps a visit lasts, of which each may well lose so many of the best option: until
+    that is as much as what the host does for it, ``work``, which is lost in any case. As few as may
+    be unless something was ``compared`` already."""
+    if not compared or lost * PROBE_RUN >= work:
+        return PROBE_RUN
+    return LONGEST_PROBE if lost * LONGEST_PROBE <= work else int(work / lost)
+
+
 def interval(price: Price, visits: int) -> float:
     """Steps from one visit to the next, after so many visits.
 
-    One that no visit has told of is waited for twice as long each time: where batches change all
-    the while, steps of it are never comparable, and visits would go on for ever in vain.
+    One that no visit has told of is waited for twice as long each time after `YOUNG` of them: where
+    batches change all the while, steps of it are never comparable, and visits would go on for ever
+    in vain.
     """
     if not price.known:
-        doublings = min(visits, DOUBLINGS)  # visits go on for days, and floats end at 2**1024
+        # Visits go on for days, and floats end at 2**1024.
+        doublings = min(max(0, visits - YOUNG), DOUBLINGS)
         return min(STEPS[0] / 2 * 2.0**doublings, STEPS[1])
     lost = max(0.0, 1 - price.share) * price.steps
     young = visits < YOUNG and (not visits or (lost <= DEAR and _by_accident(price)))
@@ -103,6 +116,10 @@ class Visits:
         """So many decode steps went by at a place."""
         self._rest[place] += steps
         self._since[place] = [since + steps for since in self._since[place]]
+
+    def some(self, place: int, option: int) -> bool:
+        """Whether an option was visited some times there, so that its price is no accident."""
+        return self._visits[place][option] >= YOUNG
 
     def look(self, place: int, best: int, prices: Mapping[int, Price]) -> float:
         """Steps until an option will have waited long enough for its price; none or less where one
