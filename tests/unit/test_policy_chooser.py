@@ -387,7 +387,6 @@ def test_steps_around_a_visit_are_timed(monkeypatch: pytest.MonkeyPatch) -> None
     for number in range(1, 65):
         if number in (17, 33, 49):
             one._held = None
-            one._auto.steering.announced = number == 17
         if number == 53:
             one.interrupted()  # a prefill: the look after it is the fourth
         one.next(batch(alone))
@@ -401,7 +400,7 @@ def test_steps_around_a_visit_are_timed(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_what_runs_of_steps_tell_ends_with_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of another place is compared to nothing before it, and one whose requests leave tells
-    nothing: those who stay are fewer with each step."""
+    of the steps before that alone: those who stay are fewer with each step."""
     beliefs = Beliefs.none(len(OPTIONS), places_of(table_of()))
     one, now, seen = timed(monkeypatch, [CHAIN, PLAIN, PLAIN], beliefs)
     reqs = [req() for _ in range(16)]
@@ -410,7 +409,7 @@ def test_what_runs_of_steps_tell_ends_with_the_batch(monkeypatch: pytest.MonkeyP
             one._held = None
         one.next(batch(*left))
         now[0] += 1_000_000
-    assert seen == []
+    assert [size for _, size, _, _ in seen] == [1] * 4 + [16]
 
 
 def test_a_step_in_which_requests_ended_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,7 +435,6 @@ def test_a_visit_tells_what_it_can_before_requests_end(
     reqs = [req() for _ in range(16)]
     assert one._auto is not None
     assert one._auto.steering is not None
-    one._auto.steering.announced = True
     for number in range(18):
         if number == 1:
             one._held = None
@@ -466,6 +464,7 @@ def test_what_is_told_of_steps_is_of_their_batch(monkeypatch: pytest.MonkeyPatch
         (16, 7000),
         (16, 8000),
         (16, 9000),
+        *((1, us) for us in (12_000, 13_000, 14_000, 15_000)),
     ]
 
 

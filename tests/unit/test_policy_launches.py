@@ -64,14 +64,15 @@ def test_a_loop_that_waited_is_no_steps_time() -> None:
 
 
 def test_first_steps_are_told_of_after_a_visit_and_last_ones_before() -> None:
-    steps = [100 * MS + number * MS for number in range(LONGEST_PROBE + 4)]
+    steps = [100 * MS + number * MS for number in range(LONGEST_PROBE + BESIDE + 4)]
     *marks, now = launches(*steps)
     us = [ns // 1000 for ns in steps[1:]]
-    assert run_of(*marks).looked_at(now, False) == []
-    assert run_of(*marks).looked_at(now, True) == us[-BESIDE:]
-    assert run_of(*marks, visited=True).looked_at(now, False) == us[:LONGEST_PROBE]
-    assert run_of(*marks, visited=True).looked_at(now, True) == us, "each once"
-    assert run_of(1, 2, 3, visited=True).looked_at(4, False) == [1, 1], "no step takes nothing"
+    first, last = us[:LONGEST_PROBE], us[-BESIDE:]
+    assert run_of(*marks).looked_at(now) == last
+    assert run_of(*marks, visited=True).looked_at(now) == first + last
+    few = run_of(*marks[: BESIDE + 2], visited=True)
+    assert few.looked_at(marks[BESIDE + 2]) == us[: BESIDE + 1], "each once"
+    assert run_of(1, 2, 3, visited=True).looked_at(4) == [1, 1], "no step takes nothing"
 
 
 def test_the_first_steps_of_a_run_are_told_of_once_however_often_it_is_looked_at() -> None:
@@ -83,19 +84,20 @@ def test_the_first_steps_of_a_run_are_told_of_once_however_often_it_is_looked_at
         took = [MS * (100 * look + step) for step in range(5, 6 + half)]
         *marks, now = launches(*took, begin=begin)
         run.marks += marks[1:]
-        told.append(run.looked_at(now, False))
+        told.append(run.looked_at(now))
         assert run.marks == [now, WORKED], "the look falls into the step that begins"
     first = [1000 * step for step in range(6, 6 + half)]
-    assert told == [first, [100_000 + us for us in first], [], []]
+    assert [some[: half + 1] for some in told[:2]] == [first, [100_000 + us for us in first]]
+    assert [len(some) for some in told] == [half] * 4, "the last ones are told of at each"
     assert run.told == LONGEST_PROBE
 
 
 def test_steps_far_apart_are_not_compared() -> None:
     run = run_of(1, WORKED, MS, INTERRUPTED)
-    run.looked_at(MS + APART_NS, False)
+    run.looked_at(MS + APART_NS)
     assert not run.stood
     run.marks += [INTERRUPTED]
-    run.looked_at(MS + 2 * APART_NS + 1, False)
+    run.looked_at(MS + 2 * APART_NS + 1)
     assert run.stood
-    run.looked_at(MS + 2 * APART_NS + 2, False)
+    run.looked_at(MS + 2 * APART_NS + 2)
     assert not run.stood

@@ -155,7 +155,6 @@ def test_launches_of_both_ways_are_not_compared(
             for _ in took
         ),
     )
-    monkeypatch.setattr(steering, "announced", True)
     now = itertools.count(1, 30_000_000)
     monkeypatch.setattr(chooser.time, "perf_counter_ns", lambda: next(now))
 

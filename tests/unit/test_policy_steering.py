@@ -511,8 +511,6 @@ def test_something_is_tried_also_where_nothing_can_be_compared_to_what_was_seen(
         steering.observe(GREEDY, walk)
     for _ in range(LEAST):
         steering.observe_periods(TREE_31, shape, [90_000])
-    assert steering.next_beliefs(64, shape, NUMBERS, PLAIN).probe == NO_PROBE
-    assert steering.announced, "so that the steps before it are timed"
     believed = steering.next_beliefs(64, shape, NUMBERS, PLAIN)
     assert best_of(rates(table_of(costs), believed, shape), NUMBERS, PLAIN) == PLAIN
     assert believed.probe - 1 in range(CHAIN, TREE_31)
@@ -539,14 +537,14 @@ def test_beliefs_hold_for_many_short_steps_and_for_few_long_ones(microseconds: i
 
 def test_a_visit_takes_two_beliefs_no_more() -> None:
     """Those that say what to try and those that tell what came of it: each takes the host 0.6 to
-    0.8 ms on an H200. The ones before hold until the visit is due and announce it."""
+    0.8 ms on an H200. The ones before hold until the visit is due."""
     table = table_of((700, 800, 810, 820, 840, 880))
     steering, world = Steering(OPTIONS, table, 0.0), World(0.9, random.Random(1))
     shape, before, steps = Shape((1, 0), 0, 256), PLAIN, SYNC
-    seen: list[tuple[bool, int, bool]] = []
+    seen: list[tuple[bool, int]] = []
     for _ in range(400):
         beliefs = steering.next_beliefs(steps, shape, NUMBERS, before, SYNC, 100)
-        seen.append((beliefs.probe != NO_PROBE, beliefs.holds, steering.announced))
+        seen.append((beliefs.probe != NO_PROBE, beliefs.holds))
         before = decide(table, beliefs, shape, NUMBERS, before, PROBE_RUN).option
         steps = SYNC * beliefs.holds
         for _ in range(8):
@@ -554,10 +552,8 @@ def test_a_visit_takes_two_beliefs_no_more() -> None:
             assert walk is not None
             steering.observe(0, walk)
     seen = seen[100:]  # all is tried often at first
-    visits = [at for at, (visit, _, _) in enumerate(seen) if visit]
+    visits = [at for at, (visit, _) in enumerate(seen) if visit]
     assert len(visits) > 10
-    short = [at for at, (visit, holds, _) in enumerate(seen) if holds == 1 and not visit]
+    short = [at for at, (visit, holds) in enumerate(seen) if holds == 1 and not visit]
     assert len(short) < len(visits) / 3, "a price that rose meanwhile puts a visit off now and then"
-    for (_, _, announced), (visit, holds, _) in itertools.pairwise(seen):
-        assert announced or not visit, "what ran before is not told of"
-        assert not visit or holds == 1
+    assert all(holds == 1 for visit, holds in seen if visit)

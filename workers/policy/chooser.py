@@ -615,20 +615,20 @@ class StepChooser:
             return
         if count != run.shape.batch:  # what ended is put away within the last one's time
             run.marks.append(INTERRUPTED)
-        self._tell(steering, run, now, steering.announced)
+        self._tell(steering, run, now)
         if run.stood:
             self._end_run()
 
     def _end_run(self, steering: Steering | None = None) -> None:
         """Steps to come are compared to none before: nothing is visited until there are enough. Of
-        those before, ``steering`` is told what came right after another option."""
+        those before ``steering`` is told."""
         if self._run is not None and steering is not None:
             self._run.marks.append(INTERRUPTED)
-            self._tell(steering, self._run, time.perf_counter_ns(), False)
+            self._tell(steering, self._run, time.perf_counter_ns())
         self._run, self._steady = None, 0
 
-    def _tell(self, steering: Steering, run: Run, now: int, announced: bool) -> None:
+    def _tell(self, steering: Steering, run: Run, now: int) -> None:
         """The times of a run's steps, as `Run.looked_at` gives them."""
-        took = run.looked_at(now, announced)
+        took = run.looked_at(now)
         if took:
             steering.observe_periods(run.option, run.shape, took)

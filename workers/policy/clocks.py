@@ -25,9 +25,9 @@ WORK_KEPT = 9
 WORK_LEAST = 2
 """Fewest of them by which it is known."""
 
-STEPS_KEPT = 200
-"""Times of an option's steps that are kept: of some fifteen visits, since the steps around one are
-of one stretch of the machine's."""
+STEPS_KEPT = 100
+"""Times of an option's steps that are kept: of three looks, a second or two. A host may take half
+as long again for seconds, and other options are the best ones meanwhile."""
 
 STEPS_LEAST = 12
 """Fewest of them by which it is known how often the host and how often the device sets the pace."""

@@ -84,23 +84,20 @@ class Run:
     told: int = 0
     stood: bool = False
 
-    def looked_at(self, now: int, announced: bool) -> list[int]:
+    def looked_at(self, now: int) -> list[int]:
         """At a look, which begins a step ``now``: microseconds of the steps since the last one that
         others may be compared to: the first of a run right after another option (all of a visit)
-        and, if a visit is ``announced``, the last ones."""
+        and the last ones."""
         self.stood = self.stands(now)
         marks = [*self.marks, now]
         self.marks[:] = (now, WORKED)
         wanted = LONGEST_PROBE - self.told if self.visited else 0
-        if not wanted and not announced:
-            return []
         if not wanted:  # the last ones alone
             marks = marks[-READ:]
         took = [max(1, ns // 1000) for ns in periods_ns(marks)]
         first = min(wanted, len(took))
         self.told += first
-        last = max(first, len(took) - BESIDE) if announced else len(took)
-        return took[:first] + took[last:]
+        return took[:first] + took[max(first, len(took) - BESIDE) :]
 
     def stands(self, now: int) -> bool:
         """Whether the loop had launched nothing of it for long ``now``."""

@@ -113,7 +113,6 @@ class Steering:
         self._switched_off = 0
         self._probes = 0
         self._quiet = 0.0  # steps until another option will have waited long enough
-        self.announced = False
         self._judged: tuple[int, int, list[Rate]] | None = None  # batch and place of the last rates
         self._best_us = 1  # of a step of the best option, at the last batch
         self._version = 0
@@ -190,8 +189,6 @@ class Steering:
                 holds = max(1, min(most, math.ceil(self._quiet / period)))
             elif able:  # until as many of what runs have gone by as it is compared to
                 holds = math.ceil((probed + QUEUED + min(max(NEAR, probed), BESIDE)) / period)
-            # Beliefs that are in force until a visit is due: no others come before it.
-            self.announced = able and any(shape.drafting) and self._quiet <= holds * period
             return replace(believed, probe=probe, holds=holds, probe_steps=probed)
 
     def report(self) -> dict[str, Any]:
@@ -230,9 +227,8 @@ class Steering:
         """What the next steps are to try, if something has waited long enough for its price, and
         how many of them.
 
-        A visit is `announced` with the beliefs before it, so that the steps right before it are
-        told of, and no others: that costs the host something. Where the batch has just
-        changed, as at the end of texts, it waits: its steps could not be compared.
+        Where the batch has just changed, as at the end of texts, a visit waits: its steps could not
+        be compared.
         """
         if self._drafter != ON or not any(shape.drafting) or not self._all_known(shape):
             return NO_PROBE, 0
@@ -266,7 +262,7 @@ class Steering:
             )
         self._quiet = self._visits.look(place, best, prices)
         # A best option that is new has no steps yet that a visit could be compared to.
-        ready = self.announced and best == before and steady >= STEADY
+        ready = best == before and steady >= STEADY
         tried = self._visits.due(place) if ready else None
         if tried is None:
             return NO_PROBE, 0
