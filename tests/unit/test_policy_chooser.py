@@ -425,6 +425,21 @@ def test_a_step_in_which_requests_ended_is_not_timed(monkeypatch: pytest.MonkeyP
     assert [us for *_, us in seen] == [3000, 4000, 5000], "2 is looked at, 6 is when they ended"
 
 
+def test_steps_of_a_smaller_batch_among_others_are_no_step_of_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One has left and another joins a step later: no look comes between."""
+    beliefs = Beliefs.none(len(OPTIONS), places_of(table_of()))
+    one, now, seen = timed(monkeypatch, [PLAIN, CHAIN, CHAIN], beliefs)
+    reqs = [req() for _ in range(16)]
+    for number in range(12):
+        if number in (1, 11):
+            one._held = None
+        one.next(batch(*(reqs[1:] if number == 6 else reqs)))
+        now[0] += 1_000_000 * (1 + number)
+    assert [us for *_, us in seen] == [1000 * (1 + n) for n in (2, 3, 4, 8, 9, 10)]
+
+
 @pytest.mark.parametrize("ended", [5, 10])
 def test_a_visit_tells_what_it_can_before_requests_end(
     ended: int, monkeypatch: pytest.MonkeyPatch

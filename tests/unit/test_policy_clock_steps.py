@@ -101,21 +101,22 @@ def test_the_clock_is_heard_where_the_step_is_the_one_that_was_chosen(
     assert not seen, "its steps are timed one by one"
 
 
-def test_a_visit_reads_the_clock_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lasts", [PROBE_RUN, 4 * PROBE_RUN])
+def test_a_visit_reads_the_clock_twice(lasts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """So often that it is known by one visit; and in its first and last step, which are not timed
     by the host or whose outcome comes after it."""
     one, at_hand = one_of(), batch(req())
     monkeypatch.setattr(one, "_settled", True)
     tried = chooser.Decision(CHAIN, "probe")
     counted = []
-    for since in range(PROBE_RUN):
+    for since in range(lasts):
         assert one._auto is not None
         one.next(at_hand)
         assert one._last is not None
-        one._auto.beliefs = replace(one._auto.beliefs, probe_steps=PROBE_RUN)
+        one._auto.beliefs = replace(one._auto.beliefs, probe_steps=lasts)
         one._last, one._auto.since = one._last._replace(decision=tried), since
         counted.append(one._to_be_counted(one._auto))
-    assert counted == [True, *[False] * (PROBE_RUN - 2), True]
+    assert counted == [True, *[False] * (lasts - 2), True]
     assert sum(counted) >= WORK_LEAST
 
 
