@@ -91,9 +91,9 @@ def test_where_a_long_context_makes_drafts_a_loss_nothing_is_drafted(
         back, rate = steps(steering, table, quality, SHORT, seed + 4, chosen[-1])
         plain.append(back[-200:].count(PLAIN))
         again.append(rate)
-    # About one in a dozen takes longer than this, by what it counted of the long ones.
-    assert sorted(plain)[-2] < 20, "a short one that comes after is drafted for"
-    assert sorted(again)[1] > 0.9 * max(fixed(table, o, 1.0, SHORT, 5) for o in NUMBERS)
+    # Most within 400 steps; one in a dozen takes longer than these 800, by what it counted before.
+    assert sorted(plain)[3] < 20, "a short one that comes after is drafted for"
+    assert sorted(again)[3] > 0.9 * max(fixed(table, o, 1.0, SHORT, 5) for o in NUMBERS)
 
 
 def test_drafts_that_still_pay_at_a_long_context_go_on() -> None:

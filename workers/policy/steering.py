@@ -51,10 +51,9 @@ HOLDS_US = 400_000
 """Time that they are in force at most, if that is longer than a period: where steps are long, new
 ones cost next to nothing, and so many steps under old ones may be many seconds."""
 
-VISIT_WORK_US = 1200
-"""What the host does for a visit with nothing of it in its caches, as a price: beliefs twice (0.6
-to 0.8 ms each on an H200's host), looks, and the first step of another graph. That host takes 2 to
-3 ms for it; at 3,000 a table that is wrong is found out too late."""
+VISIT_WORK_US = 3000
+"""What the host does for a visit with nothing of it in its caches: beliefs twice (0.9 ms each on an
+H200's host), looks, and the first steps of other graphs."""
 
 STEADY = NEAR + 2
 """Steps that a batch must have been of its place for before something is tried."""

@@ -12,7 +12,7 @@ from overstory.workers.policy.choice import LONGEST_PROBE, PROBE_RUN
 LOSS = 0.7
 """Thousandths of the tokens that trying one option may cost on average."""
 
-STEPS = (64, 4096)
+STEPS = (64, 8192)
 """Fewest and most steps between two visits of an option. At most, because a price is a belief too:
 one that is wrong would never be found out."""
 
